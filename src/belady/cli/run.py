@@ -1,0 +1,86 @@
+"""``belady run``: run an unmodified script within a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from belady.cli.exits import UNVERIFIED
+from belady.cli.options import (
+    BudgetOption,
+    DiskBudgetOption,
+    HostBudgetOption,
+    ModuleOption,
+    PolicyOption,
+    ScriptArgument,
+    SpillDirOption,
+    bytes_of,
+)
+from belady.cli.progress import Progress
+from belady.cli.show import note
+from belady.ir.files import save
+from belady.units import parse_bytes
+
+if TYPE_CHECKING:
+    from belady.launch import Launched
+
+
+def run(
+    command: ScriptArgument,
+    budget: BudgetOption,
+    policy: PolicyOption = "auto",
+    host_budget: HostBudgetOption = None,
+    disk_budget: DiskBudgetOption = None,
+    spill_dir: SpillDirOption = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the run there as JSON.")
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Take no decision that can change a bit.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Exit with 4 if the measured peak is over budget.")
+    ] = False,
+    module: ModuleOption = False,
+) -> None:
+    """Run SCRIPT, which needs to know nothing of belady, within a budget.
+
+    Options after SCRIPT belong to the script, and so do its output and its exit code.
+    """
+    from belady.launch import LaunchOptions, run_script
+
+    options = LaunchOptions(
+        budget=parse_bytes(budget, "--budget"),
+        policy=policy,
+        host_budget=bytes_of(host_budget, "--host-budget"),
+        disk_budget=bytes_of(disk_budget, "--disk-budget"),
+        spill_dir=spill_dir,
+        exact=exact,
+        module=module,
+    )
+    with Progress() as progress:
+        launched = run_script(command[0], command[1:], options=options, progress=progress)
+    _write(launched, report)
+    raise typer.Exit(_exit_code(launched, verify))
+
+
+def _write(launched: Launched, report: Path | None) -> None:
+    if launched.vm is None:
+        note("no training iteration was seen: nothing was managed")
+        return
+    measured = launched.vm.run() if report is not None else None
+    if report is None:
+        return
+    if measured is None:
+        note(f"no iteration was measured: {report} is not written")
+    else:
+        save(measured, report)
+
+
+def _exit_code(launched: Launched, verify: bool) -> int:
+    if launched.vm is None or launched.vm.verified is not False:
+        return launched.exit_code
+    note("the measured peak is over the budget: see the report")
+    return launched.exit_code or (UNVERIFIED if verify else 0)

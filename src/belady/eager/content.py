@@ -1,0 +1,179 @@
+"""The bytes of one saved storage at one version, wherever they are at the moment."""
+
+from __future__ import annotations
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from belady.eager.geometry import Geometry, content_of, unseen
+from belady.eager.witness import demand_unchanged, witness
+from belady.ir.trace import Tier
+from belady.memory.carrier import Arrival, Carrier, Parcel
+from belady.memory.codecs import Encoded, decode, encode
+
+
+class Moved:
+    """Bytes that leave the device and come back.
+
+    ``source`` (the original), ``parcel`` (the copy elsewhere) and ``here`` (the bytes brought
+    back) are never all absent, so the value can always be taken.
+
+    Parameters
+    ----------
+    tensor
+        A saved tensor; bytes ``start`` to ``stop`` of its storage are managed.
+
+    Attributes
+    ----------
+    identity
+        Weak reference to the storage; while it lives its address names no other storage.
+    version
+        Version of the tensor when its bytes were taken.
+    unread
+        Reads in backward that are still to come, where a plan knows them.
+    given
+        Witnesses of the tensors handed out on the present bytes, and their versions.
+    """
+
+    def __init__(self, tensor: torch.Tensor, start: int, stop: int, carrier: Carrier) -> None:
+        self.identity = StorageWeakRef(tensor.untyped_storage())
+        self.version = tensor._version
+        self.unread = 0
+        self.given: list[tuple[torch.Tensor, int]] = []
+        self.skipped_bytes = start
+        self.carrier = carrier
+        self.source: torch.Tensor | None = content_of(tensor, start, stop)
+        self.parcel: Parcel | None = None
+        self.arrival: Arrival | None = None
+        self.here: torch.Tensor | None = None
+
+    def send(self, tier: Tier) -> None:
+        """Issue the copy-out, once."""
+        if self.parcel is None and self.source is not None:
+            with unseen():
+                self.parcel = self.carrier.send(self.source, tier)
+
+    def free(self) -> None:
+        """Make compute wait for the copy-out and let go of the original."""
+        if self.parcel is not None and self.source is not None:
+            self.parcel.wait_sent()
+            self.source = None
+
+    def bring(self) -> None:
+        """Take device bytes and issue the copy-in, unless the bytes are here."""
+        if self.parcel is not None and self.source is self.here is self.arrival is None:
+            with unseen():
+                self.arrival = self.parcel.fetch()
+
+    def take(self) -> torch.Tensor:
+        """Give the bytes, making compute wait for the copy-in."""
+        if self.source is not None:
+            return self.source
+        if self.here is None:
+            self.bring()
+            arrival, self.arrival = self.arrival, None
+            if arrival is None:
+                raise RuntimeError("the bytes of a saved value are in no tier")
+            arrival.wait()
+            self.here = arrival.tensor
+        return self.here
+
+    def let_go(self) -> None:
+        """Drop the bytes brought back; autograd holds those that it still needs."""
+        self.here = None
+        if self.source is None:
+            self.given.clear()
+
+
+class Packed:
+    """Bytes held on the device in a lossless encoding."""
+
+    def __init__(self, tensor: torch.Tensor, encoded: Encoded) -> None:
+        self.identity = StorageWeakRef(tensor.untyped_storage())
+        self.version = tensor._version
+        self.unread = 0
+        self.given: list[tuple[torch.Tensor, int]] = []
+        self.skipped_bytes = 0
+        self.encoded = encoded
+        self.here: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Packed | None:
+        """Encode the whole storage of ``tensor``; None when that gains nothing."""
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes % tensor.dtype.itemsize:
+            return None
+        whole = Geometry(
+            tensor.dtype, torch.Size([nbytes // tensor.dtype.itemsize]), (1,), 0, False, False
+        )
+        with unseen():
+            encoded = encode(whole.on(tensor))
+        return None if encoded is None else cls(tensor, encoded)
+
+    def take(self) -> torch.Tensor:
+        """Decode the bytes."""
+        if self.here is None:
+            with unseen():
+                self.here = decode(self.encoded).view(-1).view(torch.uint8)
+        return self.here
+
+    def let_go(self) -> None:
+        """Drop the decoded bytes."""
+        self.here = None
+        self.given.clear()
+
+
+class Saved:
+    """What autograd holds in place of a tensor whose bytes are elsewhere."""
+
+    __slots__ = ("content", "geometry", "shadow", "version")
+
+    def __init__(self, tensor: torch.Tensor, content: Moved | Packed) -> None:
+        self.content = content
+        self.geometry = Geometry.of(tensor)
+        self.shadow = witness(tensor)
+        self.version = self.shadow._version
+
+    def take(self) -> torch.Tensor:
+        """Give the tensor back as it was saved.
+
+        Raises
+        ------
+        StaleValueError
+            If the original was changed in place after it had been saved.
+        """
+        content = self.content
+        demand_unchanged(self.shadow, self.version, self.geometry.shape)
+        for shadow, version in content.given:
+            demand_unchanged(shadow, version, self.geometry.shape)
+        tensor = self.geometry.on(content.take(), content.skipped_bytes)
+        # A backward that writes to what it was handed would spoil the bytes for the next reader.
+        shadow = witness(tensor)
+        content.given.append((shadow, shadow._version))
+        return tensor
+
+
+class Kept:
+    """What autograd holds for a tensor that stays; a detached alias, so that nothing leaks."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = self.tensor._version
+
+    def take(self) -> torch.Tensor:
+        """Give the tensor back.
+
+        Raises
+        ------
+        StaleValueError
+            If it was changed in place after it had been saved.
+        """
+        demand_unchanged(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+def unpack(handle: Saved | Kept) -> torch.Tensor:
+    """The unpack hook: whatever was packed gives its tensor back."""
+    return handle.take()

@@ -1,0 +1,53 @@
+"""Putting a pair of saved-tensor hooks on autograd's stack, and taking exactly that pair off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_autograd = torch._C._autograd
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class HookPair:
+    """A pair that can be put on the stack of this thread and taken off again, whatever the order.
+
+    Parameters
+    ----------
+    pack, unpack
+        As for `torch.autograd.graph.saved_tensors_hooks`.
+    """
+
+    def __init__(self, pack: Pack, unpack: Unpack) -> None:
+        # The stack gives back the objects that it was given: ``pack`` is the token.
+        self._pair = (pack, unpack)
+
+    def push(self) -> None:
+        """Put the pair on top."""
+        _autograd._push_saved_tensors_default_hooks(*self._pair)
+
+    def pop(self) -> bool:
+        """Take the pair off; False when it is not on this thread's stack.
+
+        Pairs of others that lie above it (left there by an exception) are put back.
+        """
+        above: list[tuple[Pack, Unpack]] = []
+        found = False
+        while (top := outer_pair()) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            if top[0] is self._pair[0]:
+                found = True
+                break
+            above.append(top)
+        for pair in reversed(above):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+        return found
+
+
+def outer_pair() -> tuple[Pack, Unpack] | None:
+    """The pair on top of this thread's stack, or None."""
+    pair: tuple[Pack, Unpack] | None = _autograd._top_saved_tensors_default_hooks(True)
+    return pair

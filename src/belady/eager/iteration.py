@@ -1,0 +1,116 @@
+"""One iteration under way: which hooks each of its passes gets, and who watches it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from belady.eager.content import unpack
+from belady.eager.hooks import HookPair
+from belady.eager.immediate import Immediate
+from belady.eager.key import Key
+from belady.eager.planned import Planned
+from belady.ir.trace import Phase, Trace
+from belady.measure.monitor import Monitor, Sample
+from belady.measure.observation import Observation, watched
+
+
+class Iteration:
+    """From the first pass to the optimizer's step.
+
+    Parameters
+    ----------
+    floor
+        Hooks of passes that no plan covers.
+    engine
+        Carries out the plan; None when there is no plan or the plan moves nothing.
+    expected
+        Keys of the passes that the plan covers, in order.
+    observation
+        Watches the iteration, or None.
+    """
+
+    def __init__(
+        self,
+        floor: Immediate,
+        engine: Planned | None,
+        expected: tuple[Key, ...],
+        observation: Observation | None,
+    ) -> None:
+        self.passes: list[Key] = []
+        self.deviated = False
+        self.observation = observation
+        self._floor = floor
+        self._engine = engine
+        self._expected = expected
+        self._pair: HookPair | None = None
+        self._monitor: Monitor | None = None
+        self._sample: Sample | None = None
+
+    def begin(self, monitor: Monitor, level: int) -> None:
+        """The first pass is about to be entered."""
+        if self._engine is not None:
+            self._engine.start_iteration()
+        if self.observation is not None:
+            self.observation.start()
+        self._monitor = monitor
+        self._sample = monitor.begin(level)
+
+    def enter(self, key: Key, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
+        """A root is called: put the hooks of this pass on."""
+        index = len(self.passes)
+        self.passes.append(key)
+        covered = index < len(self._expected) and self._expected[index] == key
+        self.deviated |= not covered
+        if self.observation is not None:
+            self.observation.enter_pass(module, call)
+        pair = self._hooks(index, covered)
+        if pair is not None:
+            pair.push()
+        self._pair = pair
+
+    def leave(self) -> None:
+        """The root returned or raised: take them off."""
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.pop()
+        self._floor.settle()
+        if self.observation is not None:
+            self.observation.leave_pass()
+
+    def optimizer_begins(self) -> None:
+        """The optimizer's step begins."""
+        if self.observation is not None:
+            self.observation.recorder.phase = Phase.OPTIMIZER
+
+    def finish(self, optimizer: torch.optim.Optimizer | None) -> tuple[Sample, Trace | None]:
+        """The iteration is over; gives its measurement and, if it was watched, its Trace."""
+        if self._engine is not None:
+            self._engine.finish_iteration()
+        if self._monitor is None or self._sample is None:
+            raise RuntimeError("an iteration was finished that had not begun")
+        sample = self._monitor.end(self._sample)
+        trace = self.observation.finish(optimizer) if self.observation is not None else None
+        return sample, trace
+
+    def abort(self) -> None:
+        """The iteration came to nothing (an exception of the user's): leave no hook behind."""
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.pop()
+        self._floor.settle()
+        if self.observation is not None:
+            self.observation.stop()
+
+    def _hooks(self, index: int, covered: bool) -> HookPair | None:
+        if not covered:
+            pack, take = self._floor.pack, unpack
+        elif self._engine is None:
+            return None
+        else:
+            self._engine.enter_pass(index)
+            pack, take = self._engine.pack, self._engine.unpack
+        if self.observation is not None:
+            return HookPair(*watched(self.observation.recorder, pack, take))
+        return HookPair(pack, take)

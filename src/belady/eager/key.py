@@ -1,0 +1,43 @@
+"""What must be the same for a plan to hold for a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+Key = tuple[Any, ...]
+
+
+def pass_key(
+    root: int, module: torch.nn.Module, call: tuple[Any, Any], device: torch.device
+) -> Key:
+    """Name the kind of pass that calling ``module`` with ``call = (args, kwargs)`` makes.
+
+    Two passes of one kind issue the same ops on storages of the same sizes: same root, flags,
+    input geometry, and parameters that require and have gradients.
+    """
+    inputs = tuple(_geometry(leaf) for leaf in tree_leaves(call))
+    parameters = tuple((p.requires_grad, p.grad is None) for p in module.parameters())
+    kind = device.type
+    flags = (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.get_default_dtype(),
+    )
+    return (root, _training(module), flags, inputs, hash(parameters))
+
+
+def _training(module: torch.nn.Module) -> int:
+    # Frozen BatchNorm layers in a training model save other tensors.
+    return hash(tuple(m.training for m in module.modules()))
+
+
+def _geometry(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        stride = leaf.stride() if leaf.layout is torch.strided else ()
+        return (leaf.shape, stride, leaf.dtype, leaf.device, leaf.requires_grad)
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

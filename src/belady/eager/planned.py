@@ -1,0 +1,252 @@
+"""Carries out a plan: every save looked up in a table, every copy issued where the plan says.
+
+The engine gets control at saves (forward) and reads (backward) only. Each of them stands at a
+known boundary of the trace, so at each it issues what the plan wants at or before that boundary.
+No other work is done while an iteration runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
+
+import torch
+
+from belady.eager.content import Kept, Moved, Packed, Saved
+from belady.eager.geometry import movable
+from belady.errors import PlanMismatchError
+from belady.ir.plan import Encode, Offload, Plan
+from belady.ir.residency import offload_boundaries
+from belady.ir.trace import Save, Trace
+from belady.memory.carrier import Carrier
+
+
+class _Entry(NamedTuple):
+    """What the plan expects of one save."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    boundary: int
+    read: int
+    value: int
+    decision: Offload | Encode | None
+
+
+class _Action(NamedTuple):
+    """One thing to do to one value; sorts by boundary, and frees come before takes."""
+
+    boundary: int
+    step: int
+    value: int
+
+
+_OUT, _FREE, _IN = range(3)
+
+
+class Planned:
+    """Pack and unpack hooks that carry out ``plan`` on iterations that repeat ``trace``.
+
+    Parameters
+    ----------
+    persistent
+        Addresses of the storages of parameters and buffers.
+
+    Attributes
+    ----------
+    defaults
+        Saves that were kept because they did not match the plan, by reason.
+    on_bring
+        Called with a content whose bytes have just been asked back (for measuring).
+
+    Raises
+    ------
+    PlanMismatchError
+        If ``plan`` was made for another trace.
+    """
+
+    def __init__(
+        self, trace: Trace, plan: Plan, carrier: Carrier, persistent: Container[int]
+    ) -> None:
+        if plan.trace != trace.fingerprint:
+            raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
+        self._carrier = carrier
+        self._device = carrier.device
+        self._persistent = persistent
+        self._tables = _tables(trace, plan)
+        self._actions = _actions(trace, plan)
+        self._tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
+        self._reads = {
+            v: sum(len(save.reads) for save in trace.values[v].saves) for v in plan.decisions
+        }
+        self.defaults: Counter[str] = Counter()
+        self.on_bring: Callable[[Moved], None] | None = None
+        self.start_iteration()
+
+    def start_iteration(self) -> None:
+        """Forget the iteration before; what its graphs still hold stays valid."""
+        self._live: dict[int, weakref.ref[Moved | Packed]] = {}
+        self._cursor = 0
+        self._table: dict[int, _Entry] = {}
+        self._ordinal = 0
+
+    def enter_pass(self, index: int) -> None:
+        """The saves that follow belong to pass ``index``."""
+        self._table = self._tables[index] if index < len(self._tables) else {}
+        self._ordinal = 0
+
+    def finish_iteration(self) -> None:
+        """Issue what is still due, e.g. after a backward that asked for fewer values."""
+        self._advance(_END)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Save ``tensor``: the pack hook."""
+        ordinal = self._ordinal
+        self._ordinal = ordinal + 1
+        entry = self._table.get(ordinal)
+        if entry is None or not _matches(tensor, entry):
+            self.defaults["save not in the plan"] += 1
+            return _PlannedKept(tensor, -1)
+        handle = self._managed(tensor, entry) if entry.decision is not None else None
+        if self._cursor < len(self._actions):
+            self._advance(entry.boundary)
+        return handle if handle is not None else _PlannedKept(tensor, entry.read)
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """Give a saved tensor back: the unpack hook."""
+        if handle.read >= 0 and self._cursor < len(self._actions):
+            self._advance(handle.read)
+        tensor: torch.Tensor = handle.take()
+        if type(handle) is _PlannedSaved:
+            content = handle.content
+            content.unread -= 1
+            if content.unread == 0:
+                # Autograd holds what the op needs; a later read (retain_graph) brings it again.
+                content.let_go()
+        return tensor
+
+    def _managed(self, tensor: torch.Tensor, entry: _Entry) -> _PlannedSaved | None:
+        content = self._content(tensor, entry)
+        return None if content is None else _PlannedSaved(tensor, content, entry.read)
+
+    def _content(self, tensor: torch.Tensor, entry: _Entry) -> Moved | Packed | None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(entry.value)
+        content = known() if known is not None else None
+        if content is not None:
+            # The content's weak reference keeps the address from being used again.
+            if content.identity.cdata == storage._cdata and content.version == tensor._version:
+                return content
+            self.defaults["saved again from another storage or version"] += 1
+            return None
+        if storage._cdata in self._persistent or not movable(tensor, self._device):
+            self.defaults["cannot be moved"] += 1
+            return None
+        content = self._make(tensor, entry)
+        if content is not None:
+            content.unread = self._reads[entry.value]
+            self._live[entry.value] = weakref.ref(content)
+        return content
+
+    def _make(self, tensor: torch.Tensor, entry: _Entry) -> Moved | Packed | None:
+        if isinstance(entry.decision, Offload):
+            return Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
+        packed = Packed.of(tensor)
+        if packed is None:
+            self.defaults["encoding gains nothing"] += 1
+        return packed
+
+    def _advance(self, boundary: int) -> None:
+        actions, cursor = self._actions, self._cursor
+        while cursor < len(actions) and actions[cursor].boundary <= boundary:
+            action = actions[cursor]
+            cursor += 1
+            # Before the action: should it raise, the next event must not repeat it.
+            self._cursor = cursor
+            known = self._live.get(action.value)
+            content = known() if known is not None else None
+            if isinstance(content, Moved):
+                self._act(content, action)
+
+    def _act(self, content: Moved, action: _Action) -> None:
+        if action.step == _OUT:
+            content.send(self._tiers[action.value])
+        elif action.step == _FREE:
+            content.free()
+        else:
+            content.bring()
+            if self.on_bring is not None:
+                self.on_bring(content)
+
+
+class _PlannedSaved(Saved):
+    """A handle that knows at which boundary backward reads it."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, tensor: torch.Tensor, content: Moved | Packed, read: int) -> None:
+        super().__init__(tensor, content)
+        self.read = read
+
+
+class _PlannedKept(Kept):
+    """A handle that knows at which boundary backward reads it; -1 when the plan does not."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, tensor: torch.Tensor, read: int) -> None:
+        super().__init__(tensor)
+        self.read = read
+
+
+_END = 2**62
+
+
+def _matches(tensor: torch.Tensor, entry: _Entry) -> bool:
+    return (
+        tensor.shape == entry.shape
+        and tensor.dtype is entry.dtype
+        and tensor.layout is torch.strided
+        and tensor.stride() == entry.stride
+        and tensor.storage_offset() == entry.offset
+    )
+
+
+def _entry(save: Save, value: int, decision: Any) -> _Entry:
+    return _Entry(
+        save.shape,
+        save.stride,
+        save.offset,
+        getattr(torch, save.dtype),
+        save.packed,
+        min(save.reads, default=-1),
+        value,
+        decision,
+    )
+
+
+def _tables(trace: Trace, plan: Plan) -> list[dict[int, _Entry]]:
+    tables: list[dict[int, _Entry]] = [{} for _ in trace.roots]
+    decisions = plan.decisions
+    for index, value in enumerate(trace.values):
+        for save in value.saves:
+            entry = _entry(save, index, decisions.get(index))
+            tables[save.pass_index][save.ordinal] = entry
+    return tables
+
+
+def _actions(trace: Trace, plan: Plan) -> list[_Action]:
+    actions = []
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, Offload):
+            out, free, back = offload_boundaries(trace, decision)
+            actions += [
+                _Action(out, _OUT, value),
+                _Action(free, _FREE, value),
+                _Action(back, _IN, value),
+            ]
+    return sorted(actions)
+

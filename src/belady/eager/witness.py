@@ -1,0 +1,43 @@
+"""Notices in-place writes to a saved tensor without keeping its bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from belady.eager.geometry import below_autograd, unseen
+from belady.errors import StaleValueError
+
+_EMPTY: dict[torch.device, torch.Tensor] = {}
+
+
+def witness(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of no bytes that shares the version counter of ``tensor``.
+
+    ``detach`` shares the counter; assigning ``data`` replaces the bytes and leaves the counter.
+    """
+    empty = _EMPTY.get(tensor.device)
+    if empty is None:
+        with unseen():
+            empty = _EMPTY[tensor.device] = torch.empty(0, device=tensor.device)
+    with unseen(), below_autograd():
+        shadow = tensor.detach()
+        shadow.data = empty
+    return shadow
+
+
+def demand_unchanged(shadow: torch.Tensor, version: int, shape: torch.Size) -> None:
+    """Raise what plain autograd raises if a saved tensor was changed in place since.
+
+    Raises
+    ------
+    StaleValueError
+        A RuntimeError with autograd's words: hooks switch off autograd's own check.
+    """
+    if shadow._version != version:
+        raise StaleValueError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a saved tensor of shape {list(shape)} is at version {shadow._version}; "
+            f"expected version {version} instead. Hint: enable anomaly detection to find the "
+            "operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )

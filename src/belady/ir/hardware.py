@@ -1,0 +1,121 @@
+"""What the machine can do: tiers, links, allocator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from belady.ir.trace import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes that a tier can hold for us."""
+
+    tier: Tier
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two tiers.
+
+    Attributes
+    ----------
+    curve
+        Measured ``(bytes of a copy, bytes per second)`` with the other direction idle, ascending
+        in bytes.
+    duplex_bytes_per_s
+        Rate of a large copy while the other direction is busy too.
+    latency_s
+        Time that a copy of a few bytes takes, in seconds.
+    path
+        Name of the physical path; links with one name share it.
+    """
+
+    source: Tier
+    target: Tier
+    curve: tuple[tuple[int, float], ...]
+    duplex_bytes_per_s: float
+    latency_s: float
+    path: str
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Rate of a large copy alone."""
+        return max(rate for _, rate in self.curve)
+
+    def seconds(self, nbytes: int) -> float:
+        """Duration of one copy of ``nbytes`` bytes alone, interpolated on the curve.
+
+        Between two points time grows linearly with bytes; outside it follows the nearest rate.
+        """
+        if nbytes <= 0:
+            return 0.0
+        first_bytes, first_rate = self.curve[0]
+        if nbytes <= first_bytes:
+            return max(self.latency_s, nbytes / first_rate)
+        for (low, slow), (high, fast) in pairwise(self.curve):
+            if nbytes <= high:
+                start, end = low / slow, high / fast
+                return start + (end - start) * (nbytes - low) / (high - low)
+        return nbytes / self.curve[-1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """How the device allocator turns asked bytes into held bytes.
+
+    A peak of ``p`` bytes held needs a budget of ``p * (1 + margin_fraction) + margin_bytes``:
+    the stated margin for what issue order alone does not show (fragmentation, idle blocks).
+    """
+
+    round_bytes: int
+    margin_fraction: float
+    margin_bytes: int
+
+    def held(self, nbytes: int) -> int:
+        """Bytes held for a request of ``nbytes``."""
+        return -(-nbytes // self.round_bytes) * self.round_bytes
+
+    def budget_for(self, peak_bytes: int) -> int:
+        """Smallest budget in which a peak of ``peak_bytes`` is safe."""
+        return int(peak_bytes * (1 + self.margin_fraction)) + self.margin_bytes
+
+    def peak_within(self, budget_bytes: int) -> int:
+        """Largest peak that is safe in ``budget_bytes``; may be negative."""
+        peak = int((budget_bytes - self.margin_bytes) / (1 + self.margin_fraction))
+        while self.budget_for(peak) > budget_bytes:
+            peak -= 1
+        return peak
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One machine as measured.
+
+    Attributes
+    ----------
+    outside_bytes
+        Device bytes in use outside torch's allocator (context, libraries, other processes).
+    settings
+        Allocator and library settings under which it was measured, as ``(name, value)``.
+    """
+
+    name: str
+    device: str
+    capacities: tuple[Capacity, ...]
+    links: tuple[Link, ...]
+    allocator: Allocator
+    outside_bytes: int = 0
+    settings: tuple[tuple[str, str], ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+    version: int = field(default=1, metadata={"const": 1})
+
+    def capacity(self, tier: Tier) -> int:
+        """Bytes that ``tier`` can hold; 0 for a tier that is absent."""
+        return next((c.nbytes for c in self.capacities if c.tier is tier), 0)
+
+    def link(self, source: Tier, target: Tier) -> Link | None:
+        """The link from ``source`` to ``target``, or None when there is none."""
+        return next((x for x in self.links if (x.source, x.target) == (source, target)), None)

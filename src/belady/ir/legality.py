@@ -1,0 +1,206 @@
+"""The one judge: may this plan run on this trace, here, within this budget?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from belady.errors import InfeasibleBudgetError, PlanMismatchError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Budget, Encode, Managed, Offload, Plan, Recompute
+from belady.ir.residency import curve, intervals, tier_curve
+from belady.ir.trace import Tier, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One reason why a plan cannot run; ``op``, ``value``, ``nbytes`` are -1 where none is meant."""
+
+    message: str
+    op: int = -1
+    value: int = -1
+    nbytes: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `check` found.
+
+    Attributes
+    ----------
+    peak_bytes, peak_op
+        Device peak, allocator rounding included and margin excluded, and the op at it.
+    host_bytes, disk_bytes
+        Most bytes held in the other tiers.
+    problems
+        Empty when the plan may run.
+    """
+
+    peak_bytes: int
+    peak_op: int
+    host_bytes: int
+    disk_bytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan may run."""
+        return not self.problems
+
+
+def check(trace: Trace, hardware: HardwareProfile, plan: Plan, budget: Budget) -> Verdict:
+    """Judge a plan.
+
+    Returns
+    -------
+    Verdict
+        With a `Problem` for every rule that the plan breaks, naming op, value and bytes.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan is for another trace.
+    """
+    if plan.trace != trace.fingerprint:
+        raise PlanMismatchError(
+            f"this plan is for trace {plan.trace}, not for {trace.fingerprint}: make a new plan "
+            "with `belady plan`"
+        )
+    problems = [*_unknown_ids(trace, plan)]
+    if problems:
+        return Verdict(0, 0, 0, 0, tuple(problems))
+    problems += _not_executable(plan)
+    for value, decision in plan.decisions.items():
+        problems += _decision_problems(trace, hardware, value, decision)
+    if problems:
+        return Verdict(0, 0, 0, 0, tuple(problems))
+    held = curve(trace, plan, hardware.allocator)
+    peak_op = max(range(len(held)), key=held.__getitem__, default=0)
+    peak = held[peak_op] if held else 0
+    spans = intervals(trace, plan)
+    host = max(tier_curve(spans, Tier.HOST, len(trace.ops)), default=0)
+    disk = max(tier_curve(spans, Tier.DISK, len(trace.ops)), default=0)
+    problems += _over_budget(trace, hardware, budget, peak, peak_op)
+    problems += _over_capacity(hardware, budget, host, disk)
+    return Verdict(peak, peak_op, host, disk, tuple(problems))
+
+
+def require(trace: Trace, hardware: HardwareProfile, plan: Plan, smallest_bytes: int) -> Verdict:
+    """Judge a plan by its own budget and raise if it may not run.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If the device peak does not fit; ``smallest_bytes`` is named as the way out.
+    PlanMismatchError
+        If anything else is wrong with the plan.
+    """
+    verdict = check(trace, hardware, plan, plan.budget)
+    if verdict.ok:
+        return verdict
+    needed = hardware.allocator.budget_for(verdict.peak_bytes)
+    if needed > plan.budget.device_bytes:
+        op = trace.ops[verdict.peak_op]
+        raise InfeasibleBudgetError(
+            needed_bytes=needed,
+            budget_bytes=plan.budget.device_bytes,
+            smallest_bytes=smallest_bytes,
+            op=op.name,
+            module=op.module,
+        )
+    raise PlanMismatchError("; ".join(problem.message for problem in verdict.problems))
+
+
+def _unknown_ids(trace: Trace, plan: Plan) -> Iterator[Problem]:
+    seen: set[int] = set()
+    for assignment in plan.assignments:
+        value = assignment.value
+        if not 0 <= value < len(trace.values):
+            yield Problem(f"value {value} does not exist: the trace has {len(trace.values)}")
+        elif value in seen:
+            yield Problem(f"value {value} has two decisions", value=value)
+        seen.add(value)
+    for op, name in plan.layer_algorithms:
+        if not 0 <= op < len(trace.ops) or name not in {a.name for a in trace.ops[op].algorithms}:
+            yield Problem(f"op {op} has no algorithm {name!r}", op=op)
+
+
+def _not_executable(plan: Plan) -> Iterator[Problem]:
+    for name in ("sections", "order_edits", "reuse_classes"):
+        if getattr(plan, name):
+            yield Problem(f"no engine carries out {name} yet")
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, (Recompute, Managed)):
+            kind = type(decision).__name__
+            yield Problem(f"value {value}: no engine carries out {kind} yet", value=value)
+
+
+def _decision_problems(
+    trace: Trace, hardware: HardwareProfile, index: int, decision: object
+) -> Iterator[Problem]:
+    value = trace.values[index]
+    storage = trace.storages[value.storage]
+    if not value.saves:
+        yield Problem(f"value {index} is never saved, so it cannot move", value=index)
+        return
+    if storage.persistent:
+        yield Problem(f"value {index} is a {storage.kind.value} and cannot move", value=index)
+        return
+    # Reads may never come (backward of some outputs only); then the drop bounds the decision.
+    last = value.first_read if value.first_read is not None else value.dropped
+    if isinstance(decision, Offload):
+        yield from _offload_problems(hardware, index, decision, (value.first_save, last))
+    elif isinstance(decision, Encode) and not (
+        value.first_save <= decision.encode_at <= decision.decode_at <= last
+    ):
+        yield Problem(
+            f"value {index}: encoded at {decision.encode_at} and decoded at {decision.decode_at}, "
+            f"but it is saved at {value.first_save} and read at {last}",
+            value=index,
+        )
+
+
+def _offload_problems(
+    hardware: HardwareProfile, index: int, decision: Offload, window: tuple[int, int]
+) -> Iterator[Problem]:
+    saved, read = window
+    if decision.tier is Tier.DEVICE:
+        yield Problem(f"value {index}: offload to the device itself", value=index)
+    elif hardware.capacity(decision.tier) <= 0:
+        yield Problem(f"value {index}: this machine has no tier {decision.tier.value}", value=index)
+    out, free = decision.copy_out_after + 1, decision.free_at
+    back, ready = decision.copy_in_at, decision.ready_by
+    if not saved <= out <= free <= back <= ready <= read:
+        yield Problem(
+            f"value {index}: saved at {saved}, copied out at {out}, freed at {free}, copied in at "
+            f"{back}, ready by {ready}, read at {read}: these must not decrease",
+            value=index,
+        )
+
+
+def _over_budget(
+    trace: Trace, hardware: HardwareProfile, budget: Budget, peak: int, peak_op: int
+) -> Iterator[Problem]:
+    needed = hardware.allocator.budget_for(peak)
+    if needed > budget.device_bytes and trace.ops:
+        yield Problem(
+            f"{trace.locate(peak_op)} holds {peak} bytes at the peak and so needs a budget of "
+            f"{needed}, more than the {budget.device_bytes} given",
+            op=peak_op,
+            nbytes=needed - budget.device_bytes,
+        )
+
+
+def _over_capacity(
+    hardware: HardwareProfile, budget: Budget, host: int, disk: int
+) -> Iterator[Problem]:
+    for tier, held, limit in (
+        (Tier.HOST, host, budget.host_bytes),
+        (Tier.DISK, disk, budget.disk_bytes),
+    ):
+        room = hardware.capacity(tier) if limit is None else min(limit, hardware.capacity(tier))
+        if held > room:
+            yield Problem(
+                f"the plan holds {held} bytes in tier {tier.value}, which has room for {room}",
+                nbytes=held - room,
+            )

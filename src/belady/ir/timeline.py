@@ -1,0 +1,141 @@
+"""What an iteration did or is predicted to do: the same quantities, so that they subtract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from belady.ir.trace import Tier
+
+
+class Lane(StrEnum):
+    """What carries work in time order."""
+
+    HOST = "host"
+    COMPUTE = "compute"
+    COPY_OUT = "copy-out"
+    COPY_IN = "copy-in"
+    DISK_WRITE = "disk-write"
+    DISK_READ = "disk-read"
+
+
+class Cause(StrEnum):
+    """Why the compute lane waited."""
+
+    COPY_OUT = "copy-out"
+    COPY_IN = "copy-in"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Work on a lane, from ``start_s`` to ``end_s`` seconds after the iteration began.
+
+    ``op`` is the op run or waited for, ``value`` the value copied; -1 where there is none.
+    """
+
+    lane: Lane
+    start_s: float
+    end_s: float
+    op: int = -1
+    value: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Time that compute waited before op ``op``; ``value`` is -1 when the host was late."""
+
+    cause: Cause
+    op: int
+    value: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierPeak:
+    """Most bytes held in a tier at once."""
+
+    tier: Tier
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes carried by a lane."""
+
+    lane: Lane
+    nbytes: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A predicted iteration.
+
+    Attributes
+    ----------
+    compute_seconds
+        Sum of kernel time.
+    curve
+        Device bytes held during each op, allocator rounding and workspace included.
+    peak_op
+        Index of the op at the device peak.
+    spans
+        Work on every lane in order of start.
+    """
+
+    seconds: float
+    compute_seconds: float
+    peaks: tuple[TierPeak, ...]
+    peak_op: int
+    moved: tuple[Moved, ...] = ()
+    stalls: tuple[Stall, ...] = ()
+    curve: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()
+    version: int = field(default=1, metadata={"const": 1})
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time that compute waited for copies (waiting for the host is not a stall)."""
+        return sum(stall.seconds for stall in self.stalls if stall.cause is not Cause.HOST)
+
+    def peak(self, tier: Tier) -> int:
+        """Most bytes held in ``tier``."""
+        return next((p.nbytes for p in self.peaks if p.tier is tier), 0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured iterations under one plan.
+
+    Attributes
+    ----------
+    level
+        0: time and peaks alone (free); 1: bytes and stalls too; 2: every event.
+    iterations
+        Durations in seconds, one each; ``seconds`` is their median.
+    peaks
+        Bytes allocated per tier; HOST and DISK count what our stores hold.
+    reserved_bytes
+        Device bytes reserved by torch's allocator, 0 where there is none.
+    allocation_retries
+        Times that the allocator had to flush its cache to go on.
+    defaults
+        Saves that did not match the plan and got the safe default, by reason.
+    """
+
+    level: int
+    seconds: float
+    iterations: tuple[float, ...]
+    peaks: tuple[TierPeak, ...]
+    reserved_bytes: int = 0
+    stall_seconds: float = 0.0
+    moved: tuple[Moved, ...] = ()
+    allocation_retries: int = 0
+    defaults: tuple[tuple[str, int], ...] = ()
+    spans: tuple[Span, ...] = ()
+    version: int = field(default=1, metadata={"const": 1})
+
+    def peak(self, tier: Tier) -> int:
+        """Most bytes held in ``tier``."""
+        return next((p.nbytes for p in self.peaks if p.tier is tier), 0)

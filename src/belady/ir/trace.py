@@ -1,0 +1,283 @@
+"""What one steady iteration does.
+
+Indices. Ops are numbered in issue order. A *boundary* ``b`` is the moment just before op ``b``
+is issued; boundary ``len(ops)`` is the end of the iteration. Bytes of a storage are held for
+every op ``i`` with ``birth <= i < death``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+
+class Tier(StrEnum):
+    """Where bytes live."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Phase(StrEnum):
+    """Part of the iteration that issues an op; LOSS is forward work outside every root."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Mode(StrEnum):
+    """How an op came to run."""
+
+    NORMAL = "normal"
+    REPLAY = "replay"
+    COMPILED = "compiled"
+
+
+class Need(StrEnum):
+    """What a use needs of a value."""
+
+    VALUES = "values"
+    SIGN = "sign"
+    SHAPE = "shape"
+
+
+class StorageKind(StrEnum):
+    """Role of a storage; the first four are persistent."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    STATE = "state"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    OTHER = "other"
+
+
+class Source(StrEnum):
+    """Where a trace comes from."""
+
+    STATIC = "static"
+    EAGER = "eager"
+    GRAPH = "graph"
+
+
+PERSISTENT = frozenset(
+    {StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GRADIENT, StorageKind.STATE}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way to run an op: its kernel time and the scratch bytes it takes meanwhile."""
+
+    name: str
+    device_seconds: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator executed.
+
+    Attributes
+    ----------
+    device_seconds
+        Kernel time without launch gaps, in seconds.
+    host_seconds
+        Time that the host spends issuing it, in seconds.
+    workspace_bytes
+        Scratch bytes taken while it runs, beyond its outputs.
+    reads, writes
+        Ids of values.
+    batch_dims
+        For each tensor operand, the dimension that carries the batch, or None.
+    forward_op
+        For a backward op, the index of the forward op that it differentiates.
+    algorithms
+        Alternatives to the way in which it was observed (convolutions), fastest first.
+    """
+
+    name: str
+    module: str
+    phase: Phase
+    pass_index: int
+    mode: Mode
+    device_seconds: float
+    host_seconds: float
+    workspace_bytes: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    random: bool = False
+    mutates: bool = False
+    communicates: bool = False
+    batch_dims: tuple[int | None, ...] = ()
+    forward_op: int | None = None
+    algorithms: tuple[Algorithm, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes on a device.
+
+    Attributes
+    ----------
+    nbytes
+        Bytes asked for; the allocator's rounding is in the HardwareProfile.
+    birth, death
+        Boundaries between which the bytes are held when every value is kept.
+    released
+        Boundary at which nothing but autograd's saved values holds the storage any more, if
+        that comes before ``death``; otherwise equal to ``death``.
+    home
+        Tier of a persistent storage between its uses; None for a transient one.
+    """
+
+    device: str
+    nbytes: int
+    kind: StorageKind
+    birth: int
+    released: int
+    death: int
+    home: Tier | None = None
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the bytes outlive the iteration (parameter, buffer, gradient, state)."""
+        return self.kind in PERSISTENT
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One read of a value by an op."""
+
+    op: int
+    need: Need = Need.VALUES
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One time that autograd saves a value.
+
+    Attributes
+    ----------
+    pass_index, ordinal
+        The ``ordinal``-th save of that pass: the name of this save across iterations.
+    op
+        Index of the forward op whose backward needs the value.
+    packed
+        Boundary at which it is saved.
+    reads
+        Boundaries at which backward takes it back; empty when backward never asks.
+    dropped
+        Boundary at which autograd lets go of it.
+    as_input
+        Whether the saving op reads the value (False: it produced it).
+    shape, stride, offset, dtype
+        Geometry of the view that is saved, in elements; dtype as torch names it.
+    """
+
+    pass_index: int
+    ordinal: int
+    op: int
+    packed: int
+    reads: tuple[int, ...]
+    dropped: int
+    as_input: bool
+    module: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Content of a storage at one version.
+
+    ``producer`` is the op that wrote it, or -1 when it was there before the iteration.
+    """
+
+    storage: int
+    version: int
+    producer: int
+    uses: tuple[Use, ...] = ()
+    saves: tuple[Save, ...] = ()
+
+    @property
+    def first_save(self) -> int:
+        """Boundary of the first save."""
+        return min(save.packed for save in self.saves)
+
+    @property
+    def first_read(self) -> int | None:
+        """Boundary at which backward first takes the value back, or None."""
+        return min((read for save in self.saves for read in save.reads), default=None)
+
+    @property
+    def dropped(self) -> int:
+        """Boundary at which the last save is let go."""
+        return max(save.dropped for save in self.saves)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One steady iteration: ops in issue order, and the storages and values they touch.
+
+    Attributes
+    ----------
+    device
+        Type of the compute device, ``"cuda"`` or ``"cpu"``.
+    roots
+        Class name of the root of each pass, in order.
+    anchors
+        Boundaries at which an eager engine gets control (saves and reads of saved values),
+        ascending; empty means every boundary (graph engine).
+    versions
+        Names and versions of the software that made it, e.g. ``("torch", "2.11.0")``.
+    """
+
+    source: Source
+    device: str
+    roots: tuple[str, ...]
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    values: tuple[Value, ...]
+    anchors: tuple[int, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+    version: int = field(default=1, metadata={"const": 1})
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """Ids of the values that autograd saves and that are not persistent."""
+        return self._saved
+
+    @cached_property
+    def _saved(self) -> tuple[int, ...]:
+        return tuple(
+            index
+            for index, value in enumerate(self.values)
+            if value.saves and not self.storages[value.storage].persistent
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Name of the structure (all but seconds, workspaces, source and versions), 16 hex digits."""
+        digest = hashlib.sha256()
+        for op in self.ops:
+            digest.update(repr((op.name, op.phase, op.reads, op.writes)).encode())
+        for storage in self.storages:
+            digest.update(repr((storage.device, storage.nbytes, storage.kind)).encode())
+        for value in self.values:
+            digest.update(repr((value.storage, value.version, value.producer)).encode())
+            digest.update(repr(value.saves).encode())
+        return digest.hexdigest()[:16]
+
+    def locate(self, op: int) -> str:
+        """Name op ``op`` for a message."""
+        it = self.ops[op]
+        return f"op {op} {it.name} in module {it.module!r} ({it.phase.value})"

@@ -1,0 +1,163 @@
+"""One observed iteration, from its first pass to the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves
+
+from belady.ir.trace import Phase, Source, StorageKind, Trace
+from belady.measure.clock import Clock
+from belady.measure.modules import module_paths
+from belady.measure.observe import assemble, held_bytes
+from belady.measure.recorder import Recorder
+
+
+class Observation:
+    """Records an iteration and turns it into a Trace.
+
+    Parameters
+    ----------
+    device
+        Compute device.
+    clock
+        Brackets every op.
+    modules
+        The roots, whose parameters and buffers are persistent.
+    """
+
+    def __init__(
+        self, device: torch.device, clock: Clock, modules: Iterable[torch.nn.Module]
+    ) -> None:
+        self.recorder = Recorder(device, clock)
+        self.roots: list[str] = []
+        self._modules = list(modules)
+        self._paths = ExitStack()
+        self._held_before = _allocated(device)
+        self._multithreaded = torch.autograd.is_multithreading_enabled()
+        self._attached = False
+
+    def start(self) -> None:
+        """Begin to watch this thread. Backward is kept on it meanwhile."""
+        self._adopt_state()
+        torch._C._set_multithreading_enabled(False)
+        self.recorder.__enter__()
+        self._attached = True
+
+    def enter_pass(self, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
+        """Root ``module`` is called with ``call = (args, kwargs)``."""
+        recorder = self.recorder
+        recorder.pass_index = len(self.roots)
+        recorder.phase = Phase.FORWARD
+        self.roots.append(type(module).__name__)
+        for tensor in tree_leaves(call):
+            if isinstance(tensor, torch.Tensor):
+                recorder.adopt_new(tensor, StorageKind.INPUT)
+        self._paths.enter_context(module_paths(module, recorder.modules))
+
+    def leave_pass(self) -> None:
+        """The root returned."""
+        self._paths.close()
+        self.recorder.phase = Phase.LOSS
+
+    def stop(self) -> None:
+        """Stop watching, in whatever order modes were put on this thread. Idempotent."""
+        if not self._attached:
+            return
+        self._attached = False
+        self._paths.close()
+        torch._C._set_multithreading_enabled(self._multithreaded)
+        above = []
+        while self.recorder in (stack := _get_current_dispatch_mode_stack()):
+            if stack[-1] is self.recorder:
+                self.recorder.__exit__(None, None, None)
+                break
+            above.append(_pop_mode())
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def finish(self, optimizer: torch.optim.Optimizer | None) -> Trace:
+        """Stop watching and give the Trace."""
+        self.stop()
+        self._adopt_gradients()
+        if optimizer is not None:
+            for state in optimizer.state.values():
+                for tensor in tree_leaves(state):
+                    if isinstance(tensor, torch.Tensor):
+                        self.recorder.adopt(tensor, StorageKind.STATE)
+        known = sum(
+            storage.nbytes for storage in self.recorder.storages if storage.lives[0][0] == 0
+        )
+        unseen = max(0, self._held_before - known) if self._held_before else 0
+        return assemble(self.recorder, tuple(self.roots), Source.EAGER, unseen)
+
+    def peak_bytes(self, round_bytes: int) -> int:
+        """Most bytes really held during one op, by count of live storages."""
+        return max(held_bytes(self.recorder, round_bytes), default=0)
+
+    def _adopt_state(self) -> None:
+        for module in self._modules:
+            for parameter in module.parameters():
+                self.recorder.adopt(parameter, StorageKind.PARAMETER)
+            for buffer in module.buffers():
+                self.recorder.adopt(buffer, StorageKind.BUFFER)
+        self._adopt_gradients()
+
+    def _adopt_gradients(self) -> None:
+        for module in self._modules:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    self.recorder.adopt(parameter.grad, StorageKind.GRADIENT)
+
+
+class Watched:
+    """A handle whose end is told to the recorder."""
+
+    __slots__ = ("handle", "recorder", "save")
+
+    def __init__(self, handle: Any, save: int, recorder: Recorder) -> None:
+        self.handle = handle
+        self.save = save
+        self.recorder = recorder
+
+    def __del__(self) -> None:
+        self.recorder.dropped(self.save)
+
+
+def watched(
+    recorder: Recorder, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Wrap a pair of hooks so that ``recorder`` learns of every save, read and drop."""
+    ordinals: dict[int, int] = {}
+
+    def pack_and_tell(tensor: torch.Tensor) -> Any:
+        index = recorder.pass_index
+        ordinal = ordinals.get(index, 0)
+        ordinals[index] = ordinal + 1
+        save = recorder.packed(tensor, index, ordinal)
+        with recorder.aside():
+            handle = pack(tensor)
+            # A content dies with its handles, so an address in use names one content.
+            recorder.contents[id(getattr(handle, "content", handle))] = save
+        return Watched(handle, save, recorder)
+
+    def unpack_and_tell(watched: Watched) -> torch.Tensor:
+        recorder.read(watched.save)
+        with recorder.aside():
+            tensor = unpack(watched.handle)
+        recorder.reloaded(watched.save, tensor)
+        return tensor
+
+    return pack_and_tell, unpack_and_tell
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,177 @@
+"""Turns what a `Recorder` saw into a Trace of the steady iteration."""
+
+from __future__ import annotations
+
+import torch
+
+from belady.ir.trace import (
+    Op,
+    Phase,
+    Save,
+    Source,
+    Storage,
+    StorageKind,
+    Tier,
+    Trace,
+    Value,
+)
+from belady.measure.recorder import RawOp, RawSave, RawStorage, Recorder
+
+
+def assemble(
+    recorder: Recorder, roots: tuple[str, ...], source: Source, unseen_bytes: int = 0
+) -> Trace:
+    """Build the Trace of the iteration that ``recorder`` watched.
+
+    Parameters
+    ----------
+    recorder
+        After the iteration; persistent storages must have been adopted.
+    roots
+        Class name of the root of each pass.
+    source
+        STATIC or EAGER.
+    unseen_bytes
+        Device bytes that were held throughout without ever being an operand.
+
+    Notes
+    -----
+    What the first iteration creates for good (optimizer state) is there from the start of a
+    steady one.
+    """
+    end = len(recorder.ops)
+    first = _first_op_by_sequence(recorder)
+    saves: dict[int, list[Save]] = {}
+    unfinished: set[int] = set()
+    for raw in recorder.saves:
+        if raw.value >= 0:
+            save = _save(recorder, raw, first)
+            saves.setdefault(raw.value, []).append(save)
+            if _written_after_save(recorder, raw.value, save):
+                unfinished.add(recorder.values[raw.value].storage)
+    dropped = _dropped_by_storage(recorder, saves)
+    storages = [
+        _storage(raw, end, dropped.get(index), index in unfinished)
+        for index, raw in enumerate(recorder.storages)
+    ]
+    if unseen_bytes > 0:
+        device = str(recorder.device)
+        storages.append(Storage(device, unseen_bytes, StorageKind.OTHER, 0, end, end))
+    values = tuple(
+        Value(raw.storage, raw.version, raw.producer, tuple(raw.uses), tuple(saves.get(index, ())))
+        for index, raw in enumerate(recorder.values)
+    )
+    anchors = {b for of in saves.values() for save in of for b in (save.packed, *save.reads)}
+    return Trace(
+        source,
+        recorder.device.type,
+        roots,
+        tuple(_ops(recorder, first)),
+        tuple(storages),
+        values,
+        tuple(sorted(anchors)),
+        (("torch", torch.__version__),),
+    )
+
+
+def held_bytes(recorder: Recorder, round_bytes: int) -> list[int]:
+    """Bytes that were really held during each op, each storage rounded to ``round_bytes``."""
+    end = len(recorder.ops)
+    change = [0] * (end + 1)
+    for storage in recorder.storages:
+        held = -(-storage.nbytes // round_bytes) * round_bytes
+        for birth, death in storage.lives:
+            change[birth] += held
+            change[end if death < 0 else death] -= held
+    for index in range(end):
+        change[index + 1] += change[index]
+    return change[:end]
+
+
+def _first_op_by_sequence(recorder: Recorder) -> dict[int, int]:
+    """Forward op of each autograd node: the first op issued once the node exists."""
+    first: dict[int, int] = {}
+    for index, op in enumerate(recorder.ops):
+        if op.phase in (Phase.FORWARD, Phase.LOSS):
+            first.setdefault(op.sequence, index)
+    return first
+
+
+def _ops(recorder: Recorder, first: dict[int, int]) -> list[Op]:
+    ops = []
+    timings = recorder.clock.results()
+    for raw, (seconds, workspace) in zip(recorder.ops, timings, strict=True):
+        forward = first.get(raw.sequence) if raw.phase is Phase.BACKWARD else None
+        origin = raw if forward is None else recorder.ops[forward]
+        ops.append(_op(raw, origin, forward, seconds, workspace))
+    return ops
+
+
+def _op(raw: RawOp, origin: RawOp, forward: int | None, seconds: float, workspace: int) -> Op:
+    return Op(
+        raw.name,
+        origin.module,
+        raw.phase,
+        origin.pass_index,
+        raw.mode,
+        seconds,
+        max(raw.host_seconds, 0.0),
+        workspace,
+        raw.reads,
+        raw.writes,
+        raw.random,
+        raw.mutates,
+        raw.communicates,
+        (),
+        forward,
+    )
+
+
+def _save(recorder: Recorder, raw: RawSave, first: dict[int, int]) -> Save:
+    end = len(recorder.ops)
+    op = min(first.get(raw.sequence, raw.packed), end - 1)
+    return Save(
+        raw.pass_index,
+        raw.ordinal,
+        op,
+        raw.packed,
+        tuple(raw.reads),
+        end if raw.dropped is None else raw.dropped,
+        raw.value not in recorder.ops[op].writes,
+        raw.module,
+        raw.shape,
+        raw.stride,
+        raw.offset,
+        raw.dtype,
+    )
+
+
+def _written_after_save(recorder: Recorder, value: int, save: Save) -> bool:
+    """Whether the saving op writes what it has saved (rrelu's noise): a copy would be too early."""
+    storage = recorder.values[value].storage
+    written = recorder.ops[save.op].writes
+    return save.packed <= save.op and any(
+        recorder.values[other].storage == storage and other != value for other in written
+    )
+
+
+def _dropped_by_storage(recorder: Recorder, saves: dict[int, list[Save]]) -> dict[int, int]:
+    dropped: dict[int, int] = {}
+    for value, of in saves.items():
+        storage = recorder.values[value].storage
+        dropped[storage] = max(dropped.get(storage, 0), *(save.dropped for save in of))
+    return dropped
+
+
+def _storage(raw: RawStorage, end: int, dropped: int | None, unfinished: bool) -> Storage:
+    deaths = [end if death < 0 else death for _, death in raw.lives]
+    birth, released, death = raw.lives[0][0], deaths[0], max(deaths)
+    kind = raw.kind or StorageKind.ACTIVATION
+    if kind in (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.STATE):
+        return Storage(raw.device, raw.nbytes, kind, 0, end, end, Tier.DEVICE)
+    if kind is StorageKind.GRADIENT:
+        return Storage(raw.device, raw.nbytes, kind, birth, death, death, Tier.DEVICE)
+    death = max(death, dropped or 0)
+    # Never released before death: moving such a storage gains nothing, so no planner will.
+    released = death if unfinished else min(released, death)
+    return Storage(raw.device, raw.nbytes, kind, birth, released, death)

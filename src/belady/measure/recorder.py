@@ -1,0 +1,328 @@
+"""Watches one iteration op by op: a dispatch mode, fed by the saved-tensor hooks as well.
+
+It costs some tens of microseconds an op, so it is on for the first iterations only. It records
+facts; `belady.measure.observe` turns them into a Trace.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from belady.ir.trace import Mode, Need, Phase, StorageKind, Use
+from belady.measure.clock import Clock
+
+# What a backward op reads of an operand when that is less than its values: (op, operand) -> need.
+# Threshold's backward asks whether the result is positive, pooling's only how large its input was.
+_NEEDS = {
+    ("aten.threshold_backward.default", 1): Need.SIGN,
+    ("aten.max_pool2d_with_indices_backward.default", 1): Need.SHAPE,
+}
+
+
+# Autograd's bookkeeping: no kernel, no bytes, and not the same number in every mode.
+_DETACH = torch.ops.aten.detach.default
+
+
+@dataclass(slots=True)
+class RawOp:
+    """One op as seen by the mode."""
+
+    name: str
+    module: str
+    phase: Phase
+    pass_index: int
+    mode: Mode
+    host_seconds: float
+    sequence: int
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    random: bool = False
+    mutates: bool = False
+    communicates: bool = False
+
+
+@dataclass(slots=True)
+class RawStorage:
+    """One storage; ``lives`` are the ``[birth, death]`` of its bytes, death -1 while they live.
+
+    There are several when its bytes were moved away and came back.
+    """
+
+    device: str
+    nbytes: int
+    kind: StorageKind | None
+    lives: list[list[int]] = field(default_factory=list)
+    value: int = -1
+    version: int = 0
+
+
+@dataclass(slots=True)
+class RawValue:
+    """Content of a storage between two writes."""
+
+    storage: int
+    version: int
+    producer: int
+    uses: list[Use] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RawSave:
+    """One call of the pack hook and what became of it."""
+
+    value: int
+    pass_index: int
+    ordinal: int
+    packed: int
+    sequence: int
+    module: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    reads: list[int] = field(default_factory=list)
+    dropped: int | None = None
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Records ops, storages, values and saves of one iteration.
+
+    Parameters
+    ----------
+    device
+        Compute device; storages elsewhere are not recorded.
+    clock
+        Brackets every op.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        super().__init__()
+        self.device = device
+        self.clock = clock
+        self.ops: list[RawOp] = []
+        self.storages: list[RawStorage] = []
+        self.values: list[RawValue] = []
+        self.saves: list[RawSave] = []
+        self.phase = Phase.FORWARD
+        self.pass_index = 0
+        self.modules: list[str] = []
+        self.paused = 0
+        self.contents: dict[int, int] = {}
+        self._index: dict[int, int] = {}
+        self._anchored: list[Any] = []
+        self._last = perf_counter()
+        self._writes: dict[Any, frozenset[int | str]] = {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work of belady's own: neither recorded nor counted as the host's time."""
+        begun = perf_counter()
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+            self._last += perf_counter() - begun
+
+    # -- what the hooks tell -----------------------------------------------------------------
+
+    def packed(self, tensor: torch.Tensor, pass_index: int, ordinal: int) -> int:
+        """Autograd saves ``tensor``; gives the number of this save."""
+        value = self._value_of(tensor)
+        strided = tensor.layout is torch.strided
+        save = RawSave(
+            value,
+            pass_index,
+            ordinal,
+            len(self.ops),
+            torch.autograd._get_sequence_nr() - 1,
+            self.modules[-1] if self.modules else "",
+            tuple(tensor.shape),
+            tuple(tensor.stride()) if strided else (),
+            tensor.storage_offset() if strided else 0,
+            str(tensor.dtype).removeprefix("torch."),
+        )
+        self.saves.append(save)
+        return len(self.saves) - 1
+
+    def read(self, save: int) -> None:
+        """Backward takes the saved value back."""
+        self.saves[save].reads.append(len(self.ops))
+
+    def dropped(self, save: int) -> None:
+        """Autograd lets go of the saved value."""
+        self.saves[save].dropped = len(self.ops)
+
+    def reloaded(self, save: int, tensor: torch.Tensor) -> None:
+        """The bytes of a saved value exist again, as the storage of ``tensor``."""
+        storage = self.values[self.saves[save].value].storage
+        if self._index.get(tensor.untyped_storage()._cdata) != storage:
+            self._watch(tensor.untyped_storage(), storage, birth=len(self.ops))
+
+    def brought(self, content: object, tensor: torch.Tensor) -> None:
+        """The bytes of a moved content were asked back, to be the storage of ``tensor``."""
+        save = self.contents.get(id(content))
+        if save is not None:
+            self.reloaded(save, tensor)
+
+    def adopt(self, tensor: torch.Tensor, kind: StorageKind) -> None:
+        """Make a tensor known that exists before the iteration, or say what it is for."""
+        if not self._visible(tensor):
+            return
+        index = self._index.get(tensor.untyped_storage()._cdata)
+        if index is None:
+            self._born(tensor, kind, producer=-1)
+        else:
+            self.storages[index].kind = kind
+
+    def adopt_new(self, tensor: torch.Tensor, kind: StorageKind) -> None:
+        """Make a tensor known that exists before the iteration, unless it is known already."""
+        if self._visible(tensor) and tensor.untyped_storage()._cdata not in self._index:
+            self.adopt(tensor, kind)
+
+    # -- what the dispatcher tells -----------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or func.namespace == "prim" or func is _DETACH:
+            return func(*args, **kwargs)
+        entered = perf_counter()
+        operands = list(_tensors((*args, *kwargs.values())))
+        op = self._begin(func, operands, entered - self._last)
+        self.clock.start()
+        called = perf_counter()
+        result = func(*args, **kwargs)
+        if self.device.type != "cpu":
+            # On a CPU the call is the op itself; elsewhere it only issues the op.
+            op.host_seconds += perf_counter() - called
+        self.clock.stop()
+        self._end(op, func, args, kwargs, result)
+        self._last = perf_counter()
+        return result
+
+    def _begin(self, func: Any, operands: list[torch.Tensor], gap: float) -> RawOp:
+        node = torch._C._current_autograd_node()
+        backward = node is not None and self.phase is not Phase.OPTIMIZER
+        replay = backward and torch.is_grad_enabled()
+        sequence = node._sequence_nr() if backward else torch.autograd._get_sequence_nr() - 1
+        name = str(func)
+        op = RawOp(
+            name,
+            self.modules[-1] if self.modules and not backward else "",
+            Phase.BACKWARD if backward else self.phase,
+            self.pass_index,
+            Mode.REPLAY if replay else Mode.NORMAL,
+            gap,
+            sequence,
+            random=torch.Tag.nondeterministic_seeded in func.tags,
+            communicates=name.startswith(("c10d", "_c10d_functional")),
+        )
+        index = len(self.ops)
+        reads = []
+        for position, tensor in enumerate(operands):
+            value = self._value_of(tensor)
+            if value >= 0:
+                reads.append(value)
+                need = _NEEDS.get((name, position), Need.VALUES)
+                self.values[value].uses.append(Use(index, need))
+        op.reads = tuple(dict.fromkeys(reads))
+        self.ops.append(op)
+        return op
+
+    def _end(self, op: RawOp, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        written = []
+        for tensor in _tensors(_mutated(self._write_arguments(func), args, kwargs)):
+            op.mutates = True
+            written.append(self._rewritten(tensor))
+        for tensor in _tensors((result,)):
+            if self._visible(tensor) and tensor.untyped_storage()._cdata not in self._index:
+                written.append(self._born(tensor, None, producer=len(self.ops) - 1))
+        op.writes = tuple(dict.fromkeys(value for value in written if value >= 0))
+
+    def _write_arguments(self, func: Any) -> frozenset[int | str]:
+        known = self._writes.get(func)
+        if known is None:
+            names: set[int | str] = set()
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    names |= {position, argument.name}
+            known = self._writes[func] = frozenset(names)
+        return known
+
+    # -- storages and values -----------------------------------------------------------------
+
+    def _visible(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.device.type == self.device.type
+            and tensor.layout is torch.strided
+            and torch._C._has_storage(tensor)
+        )
+
+    def _value_of(self, tensor: torch.Tensor) -> int:
+        """Present value of the tensor's storage; -1 for what is not recorded."""
+        if not self._visible(tensor):
+            return -1
+        index = self._index.get(tensor.untyped_storage()._cdata)
+        if index is None:
+            # First seen as an operand: it was there before the iteration.
+            return self._born(tensor, None, producer=-1)
+        return self.storages[index].value
+
+    def _born(self, tensor: torch.Tensor, kind: StorageKind | None, producer: int) -> int:
+        storage = tensor.untyped_storage()
+        index = len(self.storages)
+        self.values.append(RawValue(index, 0, producer))
+        value = len(self.values) - 1
+        self.storages.append(
+            RawStorage(str(tensor.device), storage.nbytes(), kind, value=value)
+        )
+        self._watch(storage, index, birth=max(producer, 0))
+        return value
+
+    def _rewritten(self, tensor: torch.Tensor) -> int:
+        if self._value_of(tensor) < 0:
+            return -1
+        index = self._index[tensor.untyped_storage()._cdata]
+        storage = self.storages[index]
+        storage.version += 1
+        self.values.append(RawValue(index, storage.version, len(self.ops) - 1))
+        storage.value = len(self.values) - 1
+        return storage.value
+
+    def _watch(self, storage: torch.UntypedStorage, index: int, birth: int) -> None:
+        life = [birth, -1]
+        self.storages[index].lives.append(life)
+        self._index[storage._cdata] = index
+
+        def gone(_: Any) -> None:
+            life[1] = len(self.ops)
+
+        # The StorageWeakRef keeps the address from being used again, so that an address names
+        # one storage for as long as the recorder lives; the Python weak reference tells of death.
+        self._anchored.append((StorageWeakRef(storage), weakref.ref(storage, gone)))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    for item in tree:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)
+
+
+def _mutated(names: frozenset[int | str], args: tuple[Any, ...], kwargs: Any) -> list[Any]:
+    if not names:
+        return []
+    positional = [argument for position, argument in enumerate(args) if position in names]
+    return positional + [kwargs[name] for name in kwargs if name in names]

@@ -1,0 +1,132 @@
+"""The trace of a pass that has not run: a forward and a backward on tensors without bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from belady.errors import TraceError
+from belady.ir.trace import Phase, Source, StorageKind, Trace
+from belady.measure.clock import NoClock
+from belady.measure.modules import module_paths
+from belady.measure.observe import assemble
+from belady.measure.recorder import Recorder
+
+
+def static_trace(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Trace:
+    """Trace one call of ``module``, a pseudo-loss and its backward, without running them.
+
+    The pseudo-loss sums the outputs that require grad. Optimizer state is not known yet and is
+    assumed to be twice the bytes of the trainable parameters. Nothing is touched: parameters,
+    buffers, gradients, random state and the attributes of every submodule are as before.
+
+    Raises
+    ------
+    TraceError
+        If the call cannot be faked (data-dependent code, an op without a fake); the cause says why.
+    """
+    recorder = Recorder(device, NoClock())
+    try:
+        with _untouched(module), ExitStack() as stack:
+            fake = stack.enter_context(FakeTensorMode())
+            tensors = _faked_state(module, fake, recorder)
+            args, kwargs = tree_map_only(torch.Tensor, fake.from_tensor, (args, kwargs))
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    recorder.adopt(tensor, StorageKind.INPUT)
+            _forward_backward(module, (tensors, args, kwargs), recorder, stack)
+    except Exception as error:
+        raise TraceError(
+            f"{type(module).__name__} cannot be traced without running it: {error}"
+        ) from error
+    return assemble(recorder, (type(module).__name__,), Source.STATIC)
+
+
+def _forward_backward(
+    module: torch.nn.Module, call: tuple[Any, Any, Any], recorder: Recorder, stack: ExitStack
+) -> None:
+    tensors, args, kwargs = call
+    pack, unpack = _hooks(recorder)
+    # On one thread, so that the recorder sees backward whatever the device.
+    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+    stack.enter_context(module_paths(module, recorder.modules))
+    stack.enter_context(recorder)
+    with saved_tensors_hooks(pack, unpack):
+        result = torch.func.functional_call(module, tensors, args, kwargs)
+    recorder.phase = Phase.LOSS
+    outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    with recorder.aside():
+        for name, parameter in module.named_parameters():
+            gradient = tensors[name].grad
+            if gradient is not None:
+                recorder.adopt(gradient, StorageKind.GRADIENT)
+                state = torch.empty(2, *parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                recorder.adopt(state, StorageKind.STATE)
+
+
+def _faked_state(
+    module: torch.nn.Module, fake: FakeTensorMode, recorder: Recorder
+) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for kind, named in (
+        (StorageKind.PARAMETER, module.named_parameters()),
+        (StorageKind.BUFFER, module.named_buffers()),
+    ):
+        for name, tensor in named:
+            tensors[name] = fake.from_tensor(tensor)
+            recorder.adopt(tensors[name], kind)
+    return tensors
+
+
+class _Saved:
+    """Stands for a saved tensor; holds no tensor, so that storages die when forward drops them."""
+
+    def __init__(self, tensor: torch.Tensor, save: int, recorder: Recorder) -> None:
+        self.geometry = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        self.save = save
+        self.recorder = recorder
+
+    def __del__(self) -> None:
+        self.recorder.dropped(self.save)
+
+
+def _hooks(recorder: Recorder) -> tuple[Any, Any]:
+    def pack(tensor: torch.Tensor) -> Any:
+        save = recorder.packed(tensor, 0, len(recorder.saves))
+        return _Saved(tensor, save, recorder)
+
+    def unpack(saved: _Saved) -> torch.Tensor:
+        shape, stride, dtype, device = saved.geometry
+        recorder.read(saved.save)
+        with recorder.aside():
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        recorder.reloaded(saved.save, tensor)
+        return tensor
+
+    return pack, unpack
+
+
+@contextmanager
+def _untouched(module: torch.nn.Module) -> Iterator[None]:
+    """Put back what running the module's Python code may have changed."""
+    attributes = [(m, dict(m.__dict__)) for m in module.modules()]
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        for m, before in attributes:
+            m.__dict__.clear()
+            m.__dict__.update(before)
+        torch.clear_autocast_cache()

@@ -1,0 +1,261 @@
+"""Streams and events of a device behind one small interface.
+
+A *fence* is a point on a lane. Waiting for a fence is always an order given to a stream or to
+a worker thread; nothing here ever asks whether a fence has passed, so what happens does not
+depend on timing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from belady.ir.timeline import Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A point on a lane; this base class stands for one that has already passed.
+
+    Attributes
+    ----------
+    lane
+        Lane on which the point lies.
+    order
+        Position among the fences of that lane: passing a later one implies the earlier.
+    """
+
+    lane: Lane
+    order: int
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the point has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFence(Fence):
+    """A recorded CUDA event and the stream that it was recorded on."""
+
+    event: torch.cuda.Event
+    stream: torch.cuda.Stream
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the event has happened."""
+        self.event.synchronize()
+
+
+class Lanes(ABC):
+    """What carries copies between a device and the host.
+
+    Attributes
+    ----------
+    device
+        The device, with its index.
+    addressable
+        Whether the operating system can read and write the memory of the device directly.
+    """
+
+    addressable: bool
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Recording a fence and numbering it is one step: the autograd thread, the user's
+        # thread and a disk worker share the copy streams.
+        self._lock = threading.Lock()
+        self._orders = count()
+
+    @abstractmethod
+    def present(self) -> Fence:
+        """Mark the point that the current compute stream has reached."""
+
+    @abstractmethod
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
+    ) -> Fence:
+        """Issue a copy on ``lane`` (COPY_OUT or COPY_IN) that starts after ``after``.
+
+        Both tensors are one-dimensional and must stay alive until the fence returned has
+        passed, or until a stream that reuses their memory has been told to wait for it.
+        """
+
+    @abstractmethod
+    def wait(self, fence: Fence, home: Fence) -> None:
+        """Make the current compute stream, and the stream of ``home``, wait for ``fence``.
+
+        ``home`` is the compute fence taken where the device memory of the copy was allocated
+        or produced: its stream may reuse that memory, even when another stream asks.
+        """
+
+    @abstractmethod
+    def release_to(self, fence: Fence, home: Fence) -> None:
+        """Make the stream of ``home`` alone wait for ``fence``."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block the calling thread until both copy lanes are idle."""
+
+    @abstractmethod
+    def tick(self) -> object:
+        """Mark a moment of the current compute stream, to be passed to `seconds`."""
+
+    @abstractmethod
+    def seconds(self, start: object, end: object) -> float:
+        """Seconds between two ticks; blocks until the later one has passed."""
+
+
+class CpuLanes(Lanes):
+    """Lanes of the CPU: a copy is finished when it has been issued."""
+
+    addressable = True
+
+    def present(self) -> Fence:
+        """Mark a point that has passed."""
+        return Fence(Lane.COMPUTE, next(self._orders))
+
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
+    ) -> Fence:
+        """Copy now."""
+        for fence in after:
+            fence.synchronize()
+        target.copy_(source)
+        return Fence(lane, next(self._orders))
+
+    def wait(self, fence: Fence, home: Fence) -> None:
+        """Let a fence of other lanes pass; one of these has."""
+        fence.synchronize()
+
+    def release_to(self, fence: Fence, home: Fence) -> None:
+        """As `wait`."""
+        fence.synchronize()
+
+    def drain(self) -> None:
+        """Nothing is ever in flight."""
+
+    def tick(self) -> object:
+        """Read the host's clock."""
+        return time.perf_counter()
+
+    def seconds(self, start: object, end: object) -> float:
+        """Seconds between two readings."""
+        if not isinstance(start, float) or not isinstance(end, float):
+            raise TypeError("ticks of other lanes")
+        return end - start
+
+
+class CudaLanes(Lanes):
+    """Lanes of a CUDA device: one copy-out and one copy-in stream."""
+
+    addressable = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams = {
+            Lane.COPY_OUT: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            Lane.COPY_IN: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        }
+
+    def present(self) -> CudaFence:
+        """Record an event on the current stream of the calling thread."""
+        # Never cached: the user may switch streams between two calls.
+        return self._record(Lane.COMPUTE, torch.cuda.current_stream(self.device))
+
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
+    ) -> Fence:
+        """Put the copy on the stream of ``lane``."""
+        stream = self._streams[lane]
+        with self._lock:
+            for fence in after:
+                stream.wait_event(_cuda(fence).event)
+            with torch.cuda.stream(stream):
+                self.enqueue(target, source)
+            return self._record(lane, stream)
+
+    def enqueue(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Put one copy on the current stream; tests override it to make copies late."""
+        target.copy_(source, non_blocking=True)
+
+    def wait(self, fence: Fence, home: Fence) -> None:
+        """Order one or two streams after the event."""
+        event = _cuda(fence).event
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(event)
+        if _cuda(home).stream != current:
+            _cuda(home).stream.wait_event(event)
+
+    def release_to(self, fence: Fence, home: Fence) -> None:
+        """Order the stream of ``home`` after the event."""
+        _cuda(home).stream.wait_event(_cuda(fence).event)
+
+    def drain(self) -> None:
+        """Synchronize both streams."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def tick(self) -> object:
+        """Record a timing event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, start: object, end: object) -> float:
+        """Seconds between two timing events; blocks until the later one has happened."""
+        if not isinstance(start, torch.cuda.Event) or not isinstance(end, torch.cuda.Event):
+            raise TypeError("ticks of other lanes")
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def _record(self, lane: Lane, stream: torch.cuda.Stream) -> CudaFence:
+        # `blocking`: a disk worker that synchronizes must sleep, not spin on a core.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return CudaFence(lane, next(self._orders), event, stream)
+
+
+def _cuda(fence: Fence) -> CudaFence:
+    if not isinstance(fence, CudaFence):
+        raise TypeError(f"{fence!r} is not a fence of a CUDA device")
+    return fence
+
+
+_LANES: dict[torch.device, Lanes] = {}
+_LANES_LOCK = threading.Lock()
+
+
+def resolve(device: torch.device | str) -> torch.device:
+    """Give ``device`` its index: ``cuda`` becomes the current CUDA device."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def lanes_for(device: torch.device | str) -> Lanes:
+    """Return the lanes of ``device``: the same ones for the life of the process.
+
+    Raises
+    ------
+    ValueError
+        If the device is neither a CPU nor a CUDA device.
+    """
+    device = resolve(device)
+    with _LANES_LOCK:
+        lanes = _LANES.get(device)
+        if lanes is None:
+            lanes = _LANES[device] = _make_lanes(device)
+        return lanes
+
+
+def _make_lanes(device: torch.device) -> Lanes:
+    if device.type == "cpu":
+        return CpuLanes(device)
+    if device.type == "cuda":
+        return CudaLanes(device)
+    raise ValueError(f"no lanes for device {str(device)!r}: only cpu and cuda are supported")

@@ -1,0 +1,68 @@
+"""What was moved, and how long computation waited for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from belady.ir.timeline import Lane, Moved
+from belady.memory.lanes import Lanes
+
+COPYING = (Lane.COPY_OUT, Lane.COPY_IN, Lane.DISK_WRITE, Lane.DISK_READ)
+_MOST_PENDING = 4096
+
+
+class Meter:
+    """Counts bytes and copies by lane, and times stalls while ``enabled``. Thread-safe."""
+
+    def __init__(self, lanes: Lanes, enabled: bool) -> None:
+        self.enabled = enabled
+        self._lanes = lanes
+        self._moved = {lane: Moved(lane, 0, 0) for lane in COPYING}
+        self._stalls = dict.fromkeys(COPYING, 0.0)
+        self._pending: list[tuple[Lane, object, object]] = []
+        self._lock = threading.Lock()
+
+    def count(self, lane: Lane, nbytes: int) -> None:
+        """Note one copy of ``nbytes`` bytes."""
+        with self._lock:
+            so_far = self._moved[lane]
+            self._moved[lane] = Moved(lane, so_far.nbytes + nbytes, so_far.copies + 1)
+
+    @contextmanager
+    def stall(self, lane: Lane) -> Iterator[None]:
+        """Time the body as computation waiting for ``lane``."""
+        if not self.enabled:
+            yield
+            return
+        start = self._lanes.tick()
+        yield
+        end = self._lanes.tick()
+        with self._lock:
+            self._pending.append((lane, start, end))
+            if len(self._pending) > _MOST_PENDING:
+                self._fold(_MOST_PENDING // 2)
+
+    def moved(self) -> dict[Lane, Moved]:
+        """Bytes and copies so far."""
+        with self._lock:
+            return dict(self._moved)
+
+    def stalls(self) -> dict[Lane, float]:
+        """Seconds waited so far; blocks until the device has passed the last wait."""
+        with self._lock:
+            self._fold(len(self._pending))
+            return dict(self._stalls)
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        with self._lock:
+            self._moved = {lane: Moved(lane, 0, 0) for lane in COPYING}
+            self._stalls = dict.fromkeys(COPYING, 0.0)
+            self._pending.clear()
+
+    def _fold(self, oldest: int) -> None:
+        for lane, start, end in self._pending[:oldest]:
+            self._stalls[lane] += self._lanes.seconds(start, end)
+        del self._pending[:oldest]

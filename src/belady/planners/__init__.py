@@ -1,0 +1,70 @@
+"""Policies: a trace, a machine and a budget in, a Plan out. Never imports torch.
+
+A new policy is one file with one `Planner`, and an entry in `POLICIES`; then the conformance
+suite (``tests/conformance/test_planners.py``) checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Budget, Plan
+from belady.ir.trace import Trace
+from belady.planners.auto import AUTO
+from belady.planners.base import Planner
+from belady.planners.baseline import BASELINE
+from belady.planners.floor import FLOOR
+from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
+
+__all__ = ["POLICIES", "Planner", "plan", "smallest_budget"]
+
+_PLANNERS: tuple[Planner, ...] = (AUTO, VDNN_ALL, VDNN_CONV, VDNN_DYN, FLOOR, BASELINE)
+# Planners by the name that users give, the default first.
+POLICIES: Mapping[str, Planner] = MappingProxyType({it.name: it for it in _PLANNERS})
+
+
+def plan(
+    policy: str, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
+) -> Plan:
+    """Plan ``trace`` on ``hardware`` within ``budget``.
+
+    Parameters
+    ----------
+    policy
+        A name in `POLICIES`.
+    exact
+        Forbid every setting that can change a bit of the result.
+
+    Raises
+    ------
+    ValueError
+        If there is no such policy.
+    InfeasibleBudgetError
+        If no plan of the policy fits; it names the smallest budget that does.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
+    return POLICIES[policy](trace, hardware, budget, exact=exact)
+
+
+def smallest_budget(
+    policy: str, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
+) -> int:
+    """Smallest device budget, in bytes, that the policy accepts.
+
+    The device bytes of ``budget`` do not matter, those of the other tiers do.
+
+    Raises
+    ------
+    ValueError
+        If there is no such policy.
+    """
+    try:
+        plan(policy, trace, hardware, replace(budget, device_bytes=0), exact=exact)
+    except InfeasibleBudgetError as error:
+        return error.smallest_bytes
+    return 0

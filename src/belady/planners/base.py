@@ -1,0 +1,118 @@
+"""What every planner is, and how its choices become a judged Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from belady.ir.hardware import HardwareProfile
+from belady.ir.legality import check, require
+from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan
+from belady.ir.trace import Trace
+from belady.planners.moves import Case, movable
+from belady.planners.workspace import UNCHANGED, Algorithms
+from belady.simulate.engine import simulate
+
+
+class Planner(Protocol):
+    """A policy: the same question always gets the same plan."""
+
+    @property
+    def name(self) -> str:
+        """What a user calls it, e.g. ``"vdnn_all"``."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Number raised whenever its rules change."""
+        ...
+
+    def __call__(
+        self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
+    ) -> Plan:
+        """Plan ``trace`` on ``hardware`` within ``budget``.
+
+        Parameters
+        ----------
+        exact
+            Forbid every setting that can change a bit of the result.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan of this policy fits; it names the smallest budget that does.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Choices of a policy, before they are judged.
+
+    Attributes
+    ----------
+    planner
+        Name and version, e.g. ``"vdnn_all/1"``.
+    kept
+        Why a value stays that the policy could have moved and did not want to.
+    reasons
+        For each value that the policy wants to move: why.
+    moves
+        The moves for which there is room.
+    """
+
+    planner: str
+    kept: str
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    moves: Mapping[int, Offload] = field(default_factory=dict)
+    algorithms: Algorithms = UNCHANGED
+
+
+def assemble(case: Case, draft: Draft) -> Plan:
+    """Write the plan down: every saved value has a decision and a reason."""
+    could = set(movable(case.trace)) if draft.reasons else set(case.trace.saved)
+    return Plan(
+        trace=case.trace.fingerprint,
+        planner=draft.planner,
+        budget=case.budget,
+        assignments=tuple(_assignment(draft, index, could) for index in case.trace.saved),
+        workspace=draft.algorithms.workspace,
+        layer_algorithms=draft.algorithms.by_op,
+        numerics=draft.algorithms.numerics,
+    )
+
+
+def fits(case: Case, draft: Draft) -> bool:
+    """Whether the draft is legal and within the budget."""
+    return check(case.trace, case.hardware, assemble(case, draft), case.budget).ok
+
+
+def finish(case: Case, draft: Draft) -> Plan:
+    """Judge a draft and predict its peak and seconds.
+
+    The draft must be what the policy does with the least memory, if it does not fit: its own
+    peak is then named as the smallest feasible budget.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If the device peak does not fit the budget.
+    """
+    plan = assemble(case, draft)
+    peak = check(case.trace, case.hardware, plan, case.budget).peak_bytes
+    require(case.trace, case.hardware, plan, case.hardware.allocator.budget_for(peak))
+    seconds = simulate(case.trace, case.hardware, plan).seconds
+    return replace(plan, predicted_peak_bytes=peak, predicted_seconds=seconds)
+
+
+def _assignment(draft: Draft, index: int, could: set[int]) -> Assignment:
+    if index in draft.moves:
+        return Assignment(index, draft.moves[index], draft.reasons[index])
+    if index not in could:
+        return Assignment(index, Keep(), "kept: too little to gain from moving it")
+    if index in draft.reasons:
+        return Assignment(
+            index, Keep(), "kept: no other tier has room for it, or it would be back at once"
+        )
+    return Assignment(index, Keep(), draft.kept)

@@ -1,0 +1,47 @@
+"""Move all that may move, for as long as it may: the least memory that offloading reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Budget, Plan
+from belady.ir.trace import Trace
+from belady.planners.base import Draft, finish
+from belady.planners.moves import Case, Schedule, movable, offloads, read_by, tier_for
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Copy out at the save, free at the next anchor, bring back only when backward reads.
+
+    It is the plan of the first real iteration, when nothing is known of times: nothing is hidden
+    on purpose, and every value that returns is waited for.
+    """
+
+    name: str = "floor"
+    version: int = 1
+
+    def __call__(
+        self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
+    ) -> Plan:
+        """See `belady.planners.base.Planner`; every plan of this policy is exact."""
+        case = Case(trace, hardware, budget, exact)
+        values = movable(trace)
+        schedules = {index: _schedule(trace, index) for index in values}
+        draft = Draft(
+            planner=f"{self.name}/{self.version}",
+            kept="kept: it may not move",
+            reasons=dict.fromkeys(schedules, "moved: the floor moves all that may move"),
+            moves=offloads(trace, tier_for(case, values), schedules),
+        )
+        return finish(case, draft)
+
+
+def _schedule(trace: Trace, index: int) -> Schedule:
+    value = trace.values[index]
+    saved = value.first_save
+    return Schedule(copy_out_after=saved - 1, free_at=saved + 1, copy_in_at=read_by(value))
+
+
+FLOOR = Floor()

@@ -1,0 +1,270 @@
+"""Predict an iteration: when each op and copy runs, and what compute waits for.
+
+The order of issue is that of the eager engine. The host issues ops in order; at the boundary
+before each it issues the plan's actions: copy-outs, then frees, copy-ins and waits, values in
+the order of the plan. Six lanes carry the work, each first in, first out (`belady.simulate.lanes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import pairwise
+
+from belady.errors import PlanMismatchError, TierError
+from belady.ir.hardware import HardwareProfile, Link
+from belady.ir.plan import Encode, Offload, Plan
+from belady.ir.residency import curve, intervals, offload_boundaries, tier_curve
+from belady.ir.timeline import Cause, Lane, Moved, Span, Stall, TierPeak, Timeline
+from belady.ir.trace import Tier, Trace
+from belady.simulate.lanes import Task, run
+
+
+class _Action(IntEnum):
+    """What a plan does at a boundary, in order of issue."""
+
+    COPY_OUT = 0
+    ENCODE = 1
+    FREE = 2
+    COPY_IN = 3
+    READY = 4
+    DECODE = 5
+
+
+def simulate(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Timeline:
+    """Predict the iteration that ``plan`` makes of ``trace`` on ``hardware``.
+
+    Returns
+    -------
+    Timeline
+        Seconds from the first issue to the moment when compute has done, and waited for, all.
+        Each idle moment of compute is in one stall; a copy is charged only with what it adds
+        to the host's own delay. A wait at the end of the iteration has op -1.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan is for another trace, or asks for what cannot be simulated.
+    TierError
+        If the machine has no link to a tier that the plan uses.
+    """
+    _refuse(trace, plan)
+    issuer = _Issuer(trace, hardware, plan)
+    issuer.issue()
+    run(issuer.tasks)
+    return _timeline(trace, hardware, plan, issuer.tasks)
+
+
+def routes(hardware: HardwareProfile, tier: Tier) -> tuple[list[tuple[Lane, Link]], ...]:
+    """Lanes and links that carry a value from the device to ``tier``, and back.
+
+    On the way to disk it is staged in pinned memory where the machine has that.
+
+    Raises
+    ------
+    TierError
+        If the machine lacks a link of the route.
+    """
+    staged = tier is Tier.DISK and hardware.capacity(Tier.HOST) > 0
+    stops = (Tier.DEVICE, Tier.HOST, tier) if staged else (Tier.DEVICE, tier)
+    there = list(pairwise(stops))
+    back = [(target, source) for source, target in reversed(there)]
+    return [_hop(hardware, *ends) for ends in there], [_hop(hardware, *ends) for ends in back]
+
+
+def _hop(hardware: HardwareProfile, source: Tier, target: Tier) -> tuple[Lane, Link]:
+    link = hardware.link(source, target)
+    if link is None:
+        raise TierError(f"machine {hardware.name!r} has no link from {source} to {target}")
+    if Tier.DISK in (source, target):
+        return (Lane.DISK_WRITE if target is Tier.DISK else Lane.DISK_READ), link
+    return (Lane.COPY_OUT if source is Tier.DEVICE else Lane.COPY_IN), link
+
+
+def _refuse(trace: Trace, plan: Plan) -> None:
+    if plan.trace != trace.fingerprint:
+        raise PlanMismatchError(f"this plan is for trace {plan.trace}, not for {trace.fingerprint}")
+    if plan.sections or plan.order_edits:
+        raise PlanMismatchError("sections and order edits must be applied before simulating")
+    for value, decision in plan.decisions.items():
+        if not isinstance(decision, (Offload, Encode)):
+            kind = type(decision).__name__
+            raise PlanMismatchError(f"value {value}: {kind} cannot be simulated")
+
+
+def _actions(trace: Trace, plan: Plan) -> dict[int, list[tuple[_Action, int]]]:
+    """Actions of the plan by boundary, in order of issue."""
+    found: list[tuple[int, _Action, int]] = []
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, Offload):
+            out, free, back = offload_boundaries(trace, decision)
+            # Rounding to anchors may take the bytes back only after ready_by.
+            ready = max(decision.ready_by, back)
+            at = (out, free, back, ready)
+            kinds = (_Action.COPY_OUT, _Action.FREE, _Action.COPY_IN, _Action.READY)
+            found += [(boundary, kind, value) for boundary, kind in zip(at, kinds, strict=True)]
+        elif isinstance(decision, Encode):
+            found.append((decision.encode_at, _Action.ENCODE, value))
+            found.append((decision.decode_at, _Action.DECODE, value))
+    found.sort(key=lambda entry: entry[:2])
+    by_boundary: dict[int, list[tuple[_Action, int]]] = {}
+    for boundary, kind, value in found:
+        by_boundary.setdefault(boundary, []).append((kind, value))
+    return by_boundary
+
+
+@dataclass(slots=True)
+class _Issuer:
+    """Issues the tasks of an iteration as the host would."""
+
+    trace: Trace
+    hardware: HardwareProfile
+    plan: Plan
+    tasks: list[Task] = field(default_factory=list)
+    compute: Task | None = None  # the newest task of the compute lane
+    host: Task | None = None
+    copies: dict[int, list[Task]] = field(default_factory=dict)  # by value, in order of issue
+
+    def issue(self) -> None:
+        actions = _actions(self.trace, self.plan)
+        seconds = _device_seconds(self.trace, self.plan)
+        for boundary in range(len(self.trace.ops) + 1):
+            for kind, value in actions.get(boundary, ()):
+                self._act(kind, value, boundary)
+            if boundary < len(seconds):
+                self._op(boundary, seconds[boundary])
+
+    def _op(self, index: int, seconds: float) -> None:
+        # A CPU has one thread for both: the host goes on when the op is done.
+        serial = self.trace.device == "cpu"
+        after = (self.compute,) if serial and self.compute else ()
+        self.host = self._add(Task(Lane.HOST, self.trace.ops[index].host_seconds, after, op=index))
+        self.compute = self._add(Task(Lane.COMPUTE, seconds, (self.host,), op=index))
+
+    def _act(self, kind: _Action, value: int, boundary: int) -> None:
+        if kind is _Action.COPY_OUT:
+            self._copy_out(value)
+        elif kind is _Action.COPY_IN:
+            self._copy_in(value)
+        elif kind is _Action.FREE:
+            self._wait(self.copies[value][0], Cause.COPY_OUT)
+        elif kind is _Action.READY:
+            self._wait(self.copies[value][-1], Cause.COPY_IN)
+        else:
+            self._codec(value, boundary)
+
+    def _copy_out(self, value: int) -> None:
+        there, _ = routes(self.hardware, self._tier(value))
+        # All compute issued so far comes first: the copy reads what it wrote.
+        after = (self.compute,) if self.compute else ()
+        for lane, link in there:
+            after = (self._copy(value, lane, link, after),)
+
+    def _copy_in(self, value: int) -> None:
+        _, back = routes(self.hardware, self._tier(value))
+        for lane, link in back:
+            # Bytes taken on the device may still be in use by compute issued before; bytes
+            # staged on the host only wait for the host.
+            issued = self.compute if link.target is Tier.DEVICE else self.host
+            after = (self.copies[value][-1], *((issued,) if issued else ()))
+            self._copy(value, lane, link, after)
+
+    def _copy(self, value: int, lane: Lane, link: Link, after: tuple[Task, ...]) -> Task:
+        nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
+        task = Task(lane, link.seconds(nbytes), after, value=value, nbytes=nbytes, link=link)
+        self.copies.setdefault(value, []).append(task)
+        return self._add(task)
+
+    def _wait(self, copy: Task, cause: Cause) -> None:
+        self.compute = self._add(Task(Lane.COMPUTE, 0.0, (copy,), value=copy.value, cause=cause))
+
+    def _codec(self, value: int, boundary: int) -> None:
+        decision = self.plan.decisions[value]
+        link = self.hardware.link(Tier.DEVICE, Tier.DEVICE)
+        seconds = 0.0
+        if isinstance(decision, Encode) and link is not None:
+            nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
+            seconds = (nbytes + decision.nbytes) / link.bytes_per_s
+        self.compute = self._add(Task(Lane.COMPUTE, seconds, op=boundary, value=value))
+
+    def _tier(self, value: int) -> Tier:
+        decision = self.plan.decisions[value]
+        return decision.tier if isinstance(decision, Offload) else Tier.DEVICE
+
+    def _add(self, task: Task) -> Task:
+        self.tasks.append(task)
+        return task
+
+
+def _device_seconds(trace: Trace, plan: Plan) -> list[float]:
+    """Kernel seconds of each op with the algorithms that ``plan`` chooses."""
+    seconds = [op.device_seconds for op in trace.ops]
+    for index, name in plan.layer_algorithms:
+        by_name = {a.name: a.device_seconds for a in trace.ops[index].algorithms}
+        if name not in by_name:
+            raise PlanMismatchError(f"{trace.locate(index)} has no algorithm {name!r}")
+        seconds[index] = by_name[name]
+    return seconds
+
+
+def _timeline(trace: Trace, hardware: HardwareProfile, plan: Plan, tasks: list[Task]) -> Timeline:
+    held = curve(trace, plan, hardware.allocator)
+    peak_op = max(range(len(held)), key=held.__getitem__, default=0)
+    compute = [task for task in tasks if task.lane is Lane.COMPUTE]
+    work = [task for task in tasks if task.cause is None]
+    spans = [Span(t.lane, t.start, t.end, t.op, t.value) for t in work]
+    spans.sort(key=lambda span: span.start_s)
+    elsewhere = intervals(trace, plan)
+    peaks = [TierPeak(Tier.DEVICE, max(held, default=0))]
+    for tier in (Tier.HOST, Tier.DISK):
+        nbytes = max(tier_curve(elsewhere, tier, len(trace.ops)), default=0)
+        peaks.append(TierPeak(tier, nbytes))
+    return Timeline(
+        seconds=compute[-1].end if compute else 0.0,
+        compute_seconds=sum(task.seconds for task in compute),
+        peaks=tuple(peaks),
+        peak_op=peak_op,
+        moved=_moved(tasks),
+        stalls=_stalls(compute, serial=trace.device == "cpu"),
+        curve=tuple(held),
+        spans=tuple(spans),
+    )
+
+
+def _moved(tasks: list[Task]) -> tuple[Moved, ...]:
+    sizes: dict[Lane, list[int]] = {}
+    for task in tasks:
+        if task.link is not None:
+            sizes.setdefault(task.lane, []).append(task.nbytes)
+    return tuple(Moved(lane, sum(sizes[lane]), len(sizes[lane])) for lane in Lane if lane in sizes)
+
+
+def _stalls(compute: list[Task], *, serial: bool) -> tuple[Stall, ...]:
+    """Every idle moment of the compute lane, charged to one cause."""
+    stalls: list[Stall] = []
+    waits: list[Task] = []
+    idle_since = 0.0
+    for task in compute:
+        if task.cause is not None:
+            waits.append(task)
+            continue
+        issued = task.after[0].end if task.after else 0.0
+        reached = idle_since if serial else max(idle_since, issued)
+        late = _late(waits, reached, task.op)
+        reached = late[-1][1] if late else reached
+        host = (task.start - reached) if serial else max(0.0, issued - idle_since)
+        if host > 0:
+            stalls.append(Stall(Cause.HOST, task.op, -1, host))
+        stalls += [stall for stall, _ in late]
+        waits, idle_since = [], task.end
+    return (*stalls, *(stall for stall, _ in _late(waits, idle_since, -1)))
+
+
+def _late(waits: list[Task], reached: float, op: int) -> list[tuple[Stall, float]]:
+    """Stalls of the waits that ended after ``reached``, each with its end."""
+    late: list[tuple[Stall, float]] = []
+    for wait in waits:
+        if wait.cause is not None and wait.end > reached:
+            late.append((Stall(wait.cause, op, wait.value, wait.end - reached), wait.end))
+            reached = wait.end
+    return late

@@ -1,0 +1,120 @@
+"""Which bytes any plan of Keep and Offload could have away from the device, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from belady.errors import TierError
+from belady.ir.hardware import HardwareProfile, Link
+from belady.ir.residency import reload_end
+from belady.ir.trace import Tier, Trace, Value
+from belady.simulate.engine import routes
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """Bytes that may be away during ops ``start <= i < end`` if their value is offloaded.
+
+    Attributes
+    ----------
+    value
+        The value to offload; -1 when offloading another one is enough and costs nothing more.
+    nbytes
+        Device bytes saved, allocator rounding included.
+    out_s, in_s
+        Least seconds of lone link that the two copies take.
+    release, deadline
+        Boundaries between which both copies happen.
+    """
+
+    value: int
+    start: int
+    end: int
+    nbytes: int
+    out_s: float = 0.0
+    in_s: float = 0.0
+    release: int = 0
+    deadline: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Links by which values can leave the device and come back, one lane each."""
+
+    out: tuple[Link, ...]
+    back: tuple[Link, ...]
+
+
+def ports(hardware: HardwareProfile) -> Ports:
+    """First links of every way out of the device, last links of every way back."""
+    out: list[Link] = []
+    back: list[Link] = []
+    for tier in (Tier.HOST, Tier.DISK):
+        if hardware.capacity(tier) <= 0:
+            continue
+        try:
+            there, again = routes(hardware, tier)
+        except TierError:
+            continue
+        out += [link for _, link in there[:1] if link not in out]
+        back += [link for _, link in again[-1:] if link not in back]
+    return Ports(tuple(out), tuple(back))
+
+
+def movable(trace: Trace, hardware: HardwareProfile, links: Ports) -> list[Movable]:
+    """All that an offload could save; never less than any plan does save."""
+    if not links.out:
+        return []
+    by_storage: dict[int, list[int]] = {}
+    for index in trace.saved:
+        by_storage.setdefault(trace.values[index].storage, []).append(index)
+    found: list[Movable] = []
+    for storage, values in by_storage.items():
+        asked = trace.storages[storage].nbytes
+        nbytes = hardware.allocator.held(asked)
+        out_s = min(link.seconds(asked) for link in links.out)
+        in_s = min(link.seconds(asked) for link in links.back)
+        for value, (start, end) in _windows(trace, storage, values).items():
+            if nbytes and value < 0:
+                found.append(Movable(value, start, end, nbytes))
+            elif nbytes:
+                release, deadline = trace.values[value].first_save, _last(trace.values[value])
+                found.append(Movable(value, start, end, nbytes, out_s, in_s, release, deadline))
+    return found
+
+
+def _last(value: Value) -> int:
+    """Boundary by which an offloaded value is back."""
+    return value.dropped if value.first_read is None else value.first_read
+
+
+def _windows(trace: Trace, storage: int, values: list[int]) -> dict[int, tuple[int, int]]:
+    """Ops during which the bytes of a storage may be away, by the value on which it depends.
+
+    Where it depends on several values, one stands for all; where the pieces of one value do not
+    touch, the window covers what is between: both only make the bound lower.
+    """
+    windows: dict[int, tuple[int, int]] = {}
+    for value, start, end in _pieces(trace, storage, values):
+        first = windows[value][0] if value in windows else start
+        windows[value] = (first, end)
+    return windows
+
+
+def _pieces(trace: Trace, storage: int, indices: list[int]) -> Iterator[tuple[int, int, int]]:
+    it = trace.storages[storage]
+    values = [trace.values[index] for index in indices]
+    points = {max(it.birth, it.released), it.death}
+    for value in values:
+        points |= {value.first_save, _last(value), value.dropped, reload_end(trace, value)}
+    inside = sorted(p for p in points if max(it.birth, it.released) <= p <= it.death)
+    for start, end in pairwise(inside):
+        live = [index for index in indices if trace.values[index].dropped > start]
+        if not live:
+            # All is dropped and nobody else holds it: bytes that were reloaded may be gone.
+            if any(reload_end(trace, value) <= start for value in values):
+                yield -1, start, end
+        elif all(trace.values[i].first_save <= start < _last(trace.values[i]) for i in live):
+            yield live[0], start, end

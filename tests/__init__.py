@@ -1,0 +1,1 @@
+"""Tests of belady; helpers shared between them are in `tests.support`."""

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from belady.errors import PlanMismatchError, TierError
+from belady.ir.hardware import Allocator
+from belady.ir.plan import (
+    Assignment,
+    Budget,
+    Encode,
+    Keep,
+    Managed,
+    Offload,
+    OrderEdit,
+    Plan,
+    Recompute,
+)
+from belady.ir.timeline import Cause, Lane, Moved, Stall, Timeline
+from belady.ir.trace import Tier
+from belady.simulate import simulate
+from tests.support import strategies
+from tests.unit.simulate.cases import cpu, gpu, link, machine, plan_of, trace_of
+
+
+def spans(timeline: Timeline, lane: Lane) -> list[tuple[float, float]]:
+    return [(s.start_s, s.end_s) for s in timeline.spans if s.lane is lane]
+
+
+def test_ops_run_one_after_the_other() -> None:
+    trace = trace_of([1, 2, 3])
+    timeline = simulate(trace, gpu(), plan_of(trace))
+    assert timeline.seconds == timeline.compute_seconds == 6
+    assert spans(timeline, Lane.COMPUTE) == [(0, 1), (1, 3), (3, 6)]
+    assert not timeline.stalls
+    assert not timeline.moved
+
+
+def test_an_iteration_without_ops_takes_no_time() -> None:
+    trace = trace_of([])
+    timeline = simulate(trace, gpu(), plan_of(trace))
+    assert (timeline.seconds, timeline.peak(Tier.DEVICE), timeline.curve) == (0.0, 0, ())
+
+
+def test_compute_waits_for_a_slow_host() -> None:
+    trace = trace_of([1, 1, 4, 1], host_s=2)
+    timeline = simulate(trace, gpu(), plan_of(trace))
+    assert spans(timeline, Lane.COMPUTE) == [(2, 3), (4, 5), (6, 10), (10, 11)]
+    assert timeline.stalls == tuple(
+        Stall(Cause.HOST, op, -1, s) for op, s in ((0, 2), (1, 1), (2, 1))
+    )
+    assert timeline.stall_seconds == 0
+
+
+def test_on_a_cpu_host_and_compute_take_turns() -> None:
+    trace = trace_of([1, 4], host_s=2, device="cpu")
+    timeline = simulate(trace, cpu(), plan_of(trace))
+    assert spans(timeline, Lane.HOST) == [(0, 2), (3, 5)]
+    assert spans(timeline, Lane.COMPUTE) == [(2, 3), (5, 9)]
+    assert [stall.seconds for stall in timeline.stalls] == [2, 2]
+
+
+def test_copies_hide_behind_compute() -> None:
+    trace = trace_of([1, 5, 5, 1], [(3, 0, 3)])
+    timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 2, 2, 3)))
+    assert timeline.seconds == 12
+    assert spans(timeline, Lane.COPY_OUT) == [(1, 4)]
+    assert spans(timeline, Lane.COPY_IN) == [(6, 9)]
+    assert timeline.moved == (Moved(Lane.COPY_OUT, 3, 1), Moved(Lane.COPY_IN, 3, 1))
+    assert timeline.peak(Tier.HOST) == 3
+    assert not timeline.stalls
+
+
+def test_compute_waits_for_the_copy_out_where_bytes_are_freed() -> None:
+    trace = trace_of([1, 1, 5, 1], [(3, 0, 3)])
+    timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 2, 2, 3)))
+    assert timeline.stalls == (Stall(Cause.COPY_OUT, 2, 0, 2),)
+    assert timeline.seconds == 10
+
+
+def test_copy_in_takes_its_bytes_in_stream_order() -> None:
+    # The host is far ahead, but the bytes are free only when compute has passed boundary 3.
+    trace = trace_of([1, 5, 5, 1, 1], [(3, 0, 4)])
+    timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 1, 3, 4)))
+    assert spans(timeline, Lane.COPY_IN) == [(14, 17)]
+    assert timeline.stalls == (Stall(Cause.COPY_OUT, 1, 0, 3), Stall(Cause.COPY_IN, 4, 0, 2))
+
+
+def test_copy_in_waits_for_bytes_that_another_copy_out_frees() -> None:
+    trace = trace_of([1, 1, 1, 9, 1, 1], [(3, 0, 4), (6, 1, 5)])
+    first, second = Offload(Tier.HOST, 0, 2, 3, 4), Offload(Tier.HOST, 1, 3, 4, 5)
+    timeline = simulate(trace, gpu(), plan_of(trace, first, second))
+    assert spans(timeline, Lane.COPY_OUT) == [(1, 4), (4, 10)]
+    assert spans(timeline, Lane.COPY_IN)[0] == (10, 13)
+
+
+def test_a_copy_is_charged_with_what_it_adds_to_the_hosts_delay() -> None:
+    trace = trace_of([1, 1, 1], [(4, 0, 2)], host_s=3)
+    timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 1, 2, 2)))
+    # Copy out 4 to 8, so op 1 runs at 8 to 9 though issued at 6; copy in 9 to 13.
+    assert timeline.stalls == (
+        Stall(Cause.HOST, 0, -1, 3),
+        Stall(Cause.HOST, 1, -1, 2),
+        Stall(Cause.COPY_OUT, 1, 0, 2),
+        Stall(Cause.COPY_IN, 2, 0, 4),
+    )
+    assert timeline.seconds == 14
+
+
+def test_a_copy_slows_down_while_the_other_direction_is_busy() -> None:
+    trace = trace_of([1, 4, 1, 20, 1], [(2, 0, 4), (8, 1, 4)])
+    plan = plan_of(trace, Offload(Tier.HOST, 0, 2, 3, 4), Offload(Tier.HOST, 1, 4, 4, 4))
+    timeline = simulate(trace, gpu(duplex=0.5), plan)
+    # Out 1 runs alone from 5 to 6, then shares: 2 bytes in take 4 s, in which it moves 2.
+    assert spans(timeline, Lane.COPY_IN)[0] == (6, 10)
+    assert spans(timeline, Lane.COPY_OUT)[1] == (5, 15)
+
+
+def test_paths_of_their_own_are_not_shared() -> None:
+    trace = trace_of([1, 4, 1, 20, 1], [(2, 0, 4), (8, 1, 4)])
+    plan = plan_of(trace, Offload(Tier.HOST, 0, 2, 3, 4), Offload(Tier.HOST, 1, 4, 4, 4))
+    apart = machine(
+        link(Tier.DEVICE, Tier.HOST, path="out", duplex=0.5),
+        link(Tier.HOST, Tier.DEVICE, path="in", duplex=0.5),
+    )
+    timeline = simulate(trace, apart, plan)
+    assert spans(timeline, Lane.COPY_IN)[0] == (6, 8)
+    assert spans(timeline, Lane.COPY_OUT)[1] == (5, 13)
+
+
+def test_disk_is_reached_through_pinned_memory() -> None:
+    trace = trace_of([1, 10, 10, 1], [(3, 0, 3)])
+    timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.DISK, 0, 1, 2, 3)))
+    assert spans(timeline, Lane.COPY_OUT) == [(1, 4)]
+    assert spans(timeline, Lane.DISK_WRITE) == [(4, 7)]
+    # Freeing waits for the device side alone; reading goes on without the compute stream.
+    assert timeline.stalls == (Stall(Cause.COPY_OUT, 1, 0, 3),)
+    assert spans(timeline, Lane.DISK_READ) == [(7, 10)]
+    assert spans(timeline, Lane.COPY_IN) == [(14, 17)]
+    assert timeline.peak(Tier.DISK) == 3
+
+
+def test_on_a_cpu_disk_is_next_to_the_device_and_waits_block_the_host() -> None:
+    trace = trace_of([1, 1, 1], [(4, 0, 2)], host_s=1, device="cpu")
+    timeline = simulate(trace, cpu(), plan_of(trace, Offload(Tier.DISK, 0, 1, 2, 2)))
+    assert spans(timeline, Lane.DISK_WRITE) == [(2, 6)]
+    assert spans(timeline, Lane.HOST) == [(0, 1), (6, 7), (12, 13)]
+    assert spans(timeline, Lane.DISK_READ) == [(8, 12)]
+    assert timeline.stall_seconds == 8
+    assert timeline.seconds == 14
+
+
+def test_a_wait_at_the_end_has_no_op() -> None:
+    trace = trace_of([1, 1], [(4, 0, 1)])
+    trace = replace(trace, anchors=(2,))
+    timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 1, 1, 1)))
+    assert [(stall.op, stall.seconds) for stall in timeline.stalls] == [(-1, 4), (-1, 4)]
+    assert timeline.seconds == 10
+
+
+def test_codecs_take_the_bandwidth_of_device_memory() -> None:
+    trace = trace_of([1, 1, 1], [(4, 0, 2)])
+    plan = plan_of(trace, Encode("narrow", 1, 1, 2))
+    fast = machine(link(Tier.DEVICE, Tier.DEVICE, path="hbm"))
+    assert simulate(trace, fast, plan).seconds == simulate(trace, fast, plan).compute_seconds == 13
+    assert simulate(trace, gpu(), plan).seconds == 3
+
+
+def test_a_plan_chooses_algorithms() -> None:
+    trace = trace_of([1, 2])
+    plan = replace(plan_of(trace), layer_algorithms=((1, "slow"),))
+    assert simulate(trace, gpu(), plan).seconds == 11
+    with pytest.raises(PlanMismatchError, match=r"op1.*no algorithm 'none'"):
+        simulate(trace, gpu(), replace(plan, layer_algorithms=((1, "none"),)))
+
+
+def test_peak_and_curve_follow_the_plan() -> None:
+    trace = trace_of([1, 1, 1, 1], [(4, 0, 3), (2, 1, 2)])
+    kept = simulate(trace, gpu(), plan_of(trace))
+    assert (kept.curve, kept.peak(Tier.DEVICE), kept.peak_op) == ((4, 6, 6, 4), 6, 1)
+    away = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 1, 3, 3), Keep()))
+    assert away.curve == (4, 2, 2, 4)
+
+
+def test_a_plan_for_another_trace_is_refused() -> None:
+    with pytest.raises(PlanMismatchError, match="not for"):
+        simulate(trace_of([1]), gpu(), plan_of(trace_of([1, 2])))
+
+
+@pytest.mark.parametrize("decision", [Recompute((0,), 2), Managed(1, 2)])
+def test_decisions_that_cannot_be_simulated_are_refused(decision: Recompute | Managed) -> None:
+    trace = trace_of([1, 1, 1], [(4, 0, 2)])
+    with pytest.raises(PlanMismatchError, match=f"value 0: {type(decision).__name__}"):
+        simulate(trace, gpu(), plan_of(trace, decision))
+
+
+def test_order_edits_are_refused() -> None:
+    trace = trace_of([1, 1])
+    with pytest.raises(PlanMismatchError, match="order edits"):
+        simulate(trace, gpu(), replace(plan_of(trace), order_edits=(OrderEdit(1, 0),)))
+
+
+def test_a_tier_without_a_link_is_refused() -> None:
+    trace = trace_of([1, 1, 1], [(4, 0, 2)])
+    with pytest.raises(TierError, match="no link from device to host"):
+        simulate(trace, cpu(), plan_of(trace, Offload(Tier.HOST, 0, 1, 2, 2)))
+
+
+def test_large_traces_take_seconds_at_most() -> None:
+    trace = strategies.random_trace(1, 6_000)
+    hardware = strategies.machine(
+        "cuda", link_rate=1e9, disk=True, disk_rate=1e9, allocator=Allocator(512, 0.0, 0)
+    )
+    far = [
+        (index, value.first_save, value.first_read)
+        for index, value in enumerate(trace.values)
+        if index in set(trace.saved) and value.first_read is not None
+    ]
+    assignments = tuple(
+        Assignment(index, Offload(Tier.HOST, save - 1, save + 4, read - 4, read))
+        for index, save, read in far[:600]
+        if save and read - save > 8
+    )
+    timeline = simulate(
+        trace, hardware, Plan(trace.fingerprint, "test", Budget(1 << 40), assignments)
+    )
+    copies = next(moved.copies for moved in timeline.moved if moved.lane is Lane.COPY_IN)
+    assert copies == len(assignments) > 500
+    stalled = sum(stall.seconds for stall in timeline.stalls)
+    assert timeline.seconds == pytest.approx(timeline.compute_seconds + stalled)
