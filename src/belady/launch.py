@@ -23,29 +23,26 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_iter
 
 from belady.errors import BeladyError, StaleValueError
-from belady.virtual import IterationStats, VirtualMemory
+from belady.virtual import IterationStats, Limits, VirtualMemory
 
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """How a script is run; budgets in bytes.
+    """How a script is run.
 
     Attributes
     ----------
+    limits
+        What it may use.
     module
         Whether the script is named as a module, as in ``python -m``.
     iterations
-        End the script at the root call after so many iterations; None lets it run.
+        End the script at the first call after so many iterations; None lets it run.
     """
 
-    budget: int
-    policy: str = "auto"
-    host_budget: int | None = None
-    disk_budget: int | None = None
-    spill_dir: str | None = None
-    exact: bool = False
+    limits: Limits
     module: bool = False
     iterations: int | None = None
 
@@ -179,18 +176,9 @@ class _Roots:
 
     def _add(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if self.vm is None:
-            it = self._options
-            self.vm = VirtualMemory(
-                [],
-                budget=it.budget,
-                policy=it.policy,
-                host_budget=it.host_budget,
-                disk_budget=it.disk_budget,
-                spill_dir=it.spill_dir,
-                exact=it.exact,
-            )
+            self.vm = VirtualMemory([], self._options.limits)
             self.vm.listeners.append(self._count)
-        self.vm.add(module, args=args, kwargs=kwargs)
+        self.vm.add(module, args, kwargs)
         self._added.add(module)
 
     def _count(self, stats: IterationStats) -> None:

@@ -21,7 +21,8 @@ from belady._version import __version__
 from belady.eager.conductor import Conductor, Policy
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, pass_key
-from belady.errors import BudgetError, OutOfMemoryError, TraceError
+from belady.errors import BudgetError, InfeasibleBudgetError, TraceError
+from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
 from belady.ir.run import Run
 from belady.ir.trace import Tier
@@ -30,7 +31,7 @@ from belady.measure.static import static_trace
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
 from belady.planners import plan as make_plan
-from belady.units import format_bytes, parse_bytes
+from belady.units import parse_bytes
 
 _MIB = 2**20
 
@@ -312,15 +313,7 @@ class VirtualMemory:
         budget = self._budget
         if budget.device_bytes > total:
             budget = Budget(total, budget.host_bytes, budget.disk_bytes)
-        self._tracing = True
-        try:
-            trace = static_trace(module, args, kwargs, device)
-        except TraceError:
-            trace = None
-        finally:
-            self._tracing = False
-        if trace is not None:
-            make_plan(limits.policy, trace, hardware, budget, exact=limits.exact)
+        self._refuse_infeasible(module, (args, kwargs), hardware, budget)
         self._carrier = Carrier(
             device,
             host_budget=budget.host_bytes,
@@ -331,6 +324,30 @@ class VirtualMemory:
         policy = Policy(limits.policy, budget, limits.exact)
         self._conductor = Conductor(policy, hardware, self._carrier, self._models)
         return self._conductor
+
+    def _refuse_infeasible(
+        self, module: torch.nn.Module, call: Any, hardware: HardwareProfile, budget: Budget
+    ) -> None:
+        """Raise before anything runs if the budget cannot hold even one pass.
+
+        Without optimizer state: what is not known to exist must not refuse a budget. The smallest
+        budget that the error names allows for two copies, as Adam keeps them.
+        """
+        device = torch.device(hardware.device)
+        limits = self._limits
+        self._tracing = True
+        try:
+            trace = static_trace(module, call, device, state_copies=0)
+            try:
+                make_plan(limits.policy, trace, hardware, budget, exact=limits.exact)
+            except InfeasibleBudgetError:
+                trace = static_trace(module, call, device, state_copies=2)
+                make_plan(limits.policy, trace, hardware, budget, exact=limits.exact)
+        except TraceError:
+            # It can be traced by running it alone; then the cap is the judge.
+            return
+        finally:
+            self._tracing = False
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import ClassVar
 
 import pytest
 
@@ -14,7 +15,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> type[FakeMemory]:
     """A fresh stand-in for VirtualMemory, in its place."""
 
     class Fresh(FakeMemory):
-        made = []
+        made: ClassVar[list[FakeMemory]] = []
 
     monkeypatch.setattr("belady.launch.VirtualMemory", Fresh)
     return Fresh

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typer.testing import CliRunner, Result
 
+import belady as belady_package
 from belady.cli import app
 from belady.ir.files import save
 from belady.ir.hardware import Allocator, HardwareProfile
-from belady.ir.plan import Plan
+from belady.ir.plan import Budget, Plan
 from belady.ir.run import Run
 from belady.ir.timeline import Timeline
 from belady.ir.trace import Trace
@@ -23,6 +25,12 @@ from tests.support.strategies import machine
 def belady(*arguments: object) -> Result:
     """Run the command in this process."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def child() -> dict[str, str]:
+    """Environment in which a child process finds belady, installed or not."""
+    source = str(Path(belady_package.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": source, "NO_COLOR": "1"}
 
 
 def gpu_trace() -> Trace:
@@ -43,14 +51,8 @@ def documents(folder: Path) -> tuple[Path, Path]:
 
 def a_run() -> Run:
     trace = gpu_trace()
-    plan = Plan(trace=trace.fingerprint, planner="baseline/1", budget=_budget())
+    plan = Plan(trace=trace.fingerprint, planner="baseline/1", budget=Budget(1 << 30))
     return Run(trace, gpu(), plan, Timeline(1.0, 1.0, (), 0))
-
-
-def _budget() -> Any:
-    from belady.ir.plan import Budget
-
-    return Budget(1 << 30)
 
 
 @dataclass(frozen=True)
@@ -66,30 +68,33 @@ class Stats:
 class FakeMemory:
     """Stands in for `belady.virtual.VirtualMemory`; every root call is an iteration."""
 
-    made: list[FakeMemory]
+    made: ClassVar[list[FakeMemory]]
     run_document: Run | None = None
-    on_add: Callable[[], None] | None = None
+    error: BaseException | None = None
     verified: bool | None = None
 
-    def __init__(self, models: list[Any], **options: Any) -> None:
-        self.options = options
+    def __init__(self, models: list[Any], limits: Any) -> None:
+        self.limits = limits
         self.added: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
         self.listeners: list[Callable[[Any], None]] = []
         self.closed = 0
+        self._handles: list[Any] = []
         type(self).made.append(self)
 
     def add(self, module: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         self.added.append((module, args, kwargs))
-        if type(self).on_add is not None:
-            type(self).on_add()
-        module.register_forward_hook(self._iteration)
+        if self.error is not None:
+            raise self.error
+        self._handles.append(module.register_forward_hook(self._iteration))
 
     def _iteration(self, *_: Any) -> None:
         for listener in self.listeners:
             listener(Stats(len(self.added)))
 
     def run(self) -> Run | None:
-        return type(self).run_document
+        return self.run_document
 
     def close(self) -> None:
         self.closed += 1
+        for handle in self._handles:
+            handle.remove()

@@ -9,7 +9,7 @@ import pytest
 
 from belady.ir.files import load, loads
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Plan
+from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Timeline
 from belady.ir.trace import Tier
 from belady.planners import smallest_budget
@@ -57,14 +57,14 @@ def test_infeasible_budget_names_the_smallest(files: tuple[Path, Path]) -> None:
     result = belady("plan", trace, "--budget", "1MiB", "--hardware", hardware, "--json")
     assert result.exit_code == 3
     assert result.stdout == ""
-    smallest = smallest_budget("auto", gpu_trace(), gpu(), _budget())
+    smallest = smallest_budget("auto", gpu_trace(), gpu(), Budget(0))
     assert f"--budget {smallest}" in result.stderr
     result = belady("plan", trace, "--budget", smallest, "--hardware", hardware, "--json")
     assert result.exit_code == 0
 
 
 def test_a_document_of_another_kind_is_refused(files: tuple[Path, Path]) -> None:
-    trace, hardware = files
+    hardware = files[1]
     result = belady("plan", hardware, "--budget", "8MiB", "--hardware", hardware)
     assert result.exit_code == 2
     assert result.stderr.startswith("belady: ")
@@ -98,9 +98,3 @@ def test_doctor_refuses_a_missing_spill_folder(tmp_path: Path) -> None:
     result = belady("doctor", "--device", "cpu", "--spill-dir", tmp_path / "none")
     assert result.exit_code == 1
     assert result.stderr.startswith("belady: spill folder")
-
-
-def _budget() -> object:
-    from belady.ir.plan import Budget
-
-    return Budget(0)

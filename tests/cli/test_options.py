@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 
 from belady import __version__
 from belady.cli import app
-from tests.cli.support import belady
+from tests.cli.support import belady, child, documents
 
 OPTIONS = {
     "demo": {"--device", "--budget", "--iterations"},
@@ -89,13 +90,21 @@ def test_wrong_use_cannot_steer_the_terminal() -> None:
     assert "\x1b" not in re.sub(r"\x1b\[[\d;]*m", "", result.stderr)
 
 
-def test_help_plan_and_simulate_do_not_wait_for_torch() -> None:
-    code = """
+def test_help_plan_and_simulate_do_not_wait_for_torch(tmp_path: Path) -> None:
+    trace, hardware = documents(tmp_path)
+    plan = tmp_path / "plan.json"
+    verbs = [
+        ["--help"],
+        ["plan", trace, "--budget", "8MiB", "--hardware", hardware, "-o", plan],
+        ["simulate", trace, plan, "--hardware", hardware],
+    ]
+    code = f"""
 import sys
 from typer.testing import CliRunner
 from belady.cli import app
-for arguments in (["--help"], ["plan", "x", "--budget", "1"], ["simulate", "x", "y"]):
-    CliRunner().invoke(app, arguments)
+for arguments in {[[str(word) for word in verb] for verb in verbs]}:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
 sys.exit("torch" in sys.modules)
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=child(), check=False).returncode == 0

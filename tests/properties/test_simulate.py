@@ -146,7 +146,7 @@ def one_path(hardware: HardwareProfile, duplex: float) -> HardwareProfile:
     return replace(hardware, links=tuple(links))
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(cases(encode=False), st.sampled_from((0.0, 0.05)), st.sampled_from((0.3, 0.5, 0.85, 1.0)))
 def test_no_plan_beats_the_bound(
     case: tuple[Trace, HardwareProfile, Plan], slack: float, duplex: float
@@ -156,7 +156,7 @@ def test_no_plan_beats_the_bound(
     not_below_the_bound(trace, hardware, plan, slack)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(("cuda", "cpu")))
 def test_no_plan_beats_the_bound_of_a_longer_trace(rng: random.Random, device: str) -> None:
     trace = random_trace(rng.randrange(1 << 30), rng.randrange(100, 300), device=device)

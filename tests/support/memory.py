@@ -182,7 +182,7 @@ class PoisonedDisk(DiskStore):
         for ticket in (extent.written, *extent.reads):
             if ticket is not None:
                 ticket.settle()
-        if not extent.freed:
+        if not (extent.freed or self._closed):
             for part in extent.ranges:
                 self._file.write(part.start, np.full(part.nbytes, POISON, np.uint8))
         super().free(extent)

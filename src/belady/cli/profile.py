@@ -33,14 +33,10 @@ def profile(
     Options after SCRIPT belong to the script.
     """
     from belady.launch import LaunchOptions, run_script
+    from belady.virtual import Limits
 
-    options = LaunchOptions(
-        budget=_NO_LIMIT,
-        policy="baseline",
-        spill_dir=spill_dir,
-        module=module,
-        iterations=iterations,
-    )
+    limits = Limits(budget=_NO_LIMIT, spill_dir=spill_dir, policy="baseline")
+    options = LaunchOptions(limits, module=module, iterations=iterations)
     with Progress() as progress:
         launched = run_script(command[0], command[1:], options=options, progress=progress)
     observed = launched.vm.run() if launched.vm is not None else None

@@ -50,16 +50,17 @@ def run(
     Options after SCRIPT belong to the script, and so do its output and its exit code.
     """
     from belady.launch import LaunchOptions, run_script
+    from belady.virtual import Limits
 
-    options = LaunchOptions(
+    limits = Limits(
         budget=parse_bytes(budget, "--budget"),
-        policy=policy,
         host_budget=bytes_of(host_budget, "--host-budget"),
         disk_budget=bytes_of(disk_budget, "--disk-budget"),
         spill_dir=spill_dir,
+        policy=policy,
         exact=exact,
-        module=module,
     )
+    options = LaunchOptions(limits, module=module)
     with Progress() as progress:
         launched = run_script(command[0], command[1:], options=options, progress=progress)
     _write(launched, report)
@@ -69,14 +70,12 @@ def run(
 def _write(launched: Launched, report: Path | None) -> None:
     if launched.vm is None:
         note("no training iteration was seen: nothing was managed")
-        return
-    measured = launched.vm.run() if report is not None else None
-    if report is None:
-        return
-    if measured is None:
-        note(f"no iteration was measured: {report} is not written")
-    else:
-        save(measured, report)
+    elif report is not None:
+        document = launched.vm.run()
+        if document is None:
+            note(f"no iteration was planned: {report} is not written")
+        else:
+            save(document, report)
 
 
 def _exit_code(launched: Launched, verify: bool) -> int:

@@ -21,13 +21,19 @@ from belady.measure.recorder import Recorder
 
 
 def static_trace(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    module: torch.nn.Module, call: tuple[Any, Any], device: torch.device, state_copies: int = 2
 ) -> Trace:
     """Trace one call of ``module``, a pseudo-loss and its backward, without running them.
 
-    The pseudo-loss sums the outputs that require grad. Optimizer state is not known yet and is
-    assumed to be twice the bytes of the trainable parameters. Nothing is touched: parameters,
-    buffers, gradients, random state and the attributes of every submodule are as before.
+    The pseudo-loss sums the outputs that require grad. Nothing is touched: parameters, buffers,
+    gradients, random state and the attributes of every submodule are as before.
+
+    Parameters
+    ----------
+    call
+        ``(args, kwargs)`` of the call.
+    state_copies
+        Optimizer state is not known yet; it is taken to be so many times the trainable bytes.
 
     Raises
     ------
@@ -39,11 +45,13 @@ def static_trace(
         with _untouched(module), ExitStack() as stack:
             fake = stack.enter_context(FakeTensorMode())
             tensors = _faked_state(module, fake, recorder)
-            args, kwargs = tree_map_only(torch.Tensor, fake.from_tensor, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, fake.from_tensor, call)
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
-                    recorder.adopt(tensor, StorageKind.INPUT)
+                    recorder.adopt_new(tensor, StorageKind.INPUT)
             _forward_backward(module, (tensors, args, kwargs), recorder, stack)
+            with recorder.aside():
+                _adopt_update(module, tensors, state_copies, recorder)
     except Exception as error:
         raise TraceError(
             f"{type(module).__name__} cannot be traced without running it: {error}"
@@ -66,13 +74,18 @@ def _forward_backward(
     outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    with recorder.aside():
-        for name, parameter in module.named_parameters():
-            gradient = tensors[name].grad
-            if gradient is not None:
-                recorder.adopt(gradient, StorageKind.GRADIENT)
-                state = torch.empty(2, *parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                recorder.adopt(state, StorageKind.STATE)
+
+
+def _adopt_update(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor], copies: int, recorder: Recorder
+) -> None:
+    """Gradients, and the state that an optimizer will keep for each."""
+    for name, parameter in module.named_parameters():
+        gradient = tensors[name].grad
+        if gradient is not None:
+            recorder.adopt(gradient, StorageKind.GRADIENT)
+            for _ in range(copies):
+                recorder.adopt(torch.empty_like(tensors[name]), StorageKind.STATE)
 
 
 def _faked_state(

@@ -6,7 +6,6 @@ import threading
 
 import torch
 
-from belady.errors import TierError
 from belady.ir.timeline import Lane, Moved
 from belady.ir.trace import Tier
 from belady.memory.disk import DiskStore
@@ -64,7 +63,6 @@ class Carrier:
         self._disk: DiskStore | None = None
         self._staging: Staging | None = None
         self._staging_arena: HostArena | None = None
-        self._closed = False
 
     def make_arena(self, budget_bytes: int | None) -> HostArena:
         """Make a store for host memory; tests override it."""
@@ -208,7 +206,7 @@ class Carrier:
 
         What parcels still hold is lost; releasing them afterwards is harmless.
         """
-        self._closed = True
+        self._hub.closed = True
         self._hub.sweep()
         if self._staging is not None:
             self._staging.close()
@@ -233,8 +231,7 @@ class Carrier:
         return self._disk, self._staging
 
     def _check(self, source: torch.Tensor) -> None:
-        if self._closed:
-            raise TierError("the carrier is closed")
+        self._hub.check_open()
         if source.dtype != torch.uint8 or source.dim() != 1 or not source.is_contiguous():
             raise ValueError(
                 f"a carrier sends one-dimensional contiguous bytes, not {source.dtype} of shape "

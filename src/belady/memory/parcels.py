@@ -33,8 +33,14 @@ class Hub:
     def __init__(self, lanes: Lanes, meter: Meter) -> None:
         self.lanes = lanes
         self.meter = meter
+        self.closed = False
         self.dropped: deque[Callable[[], None]] = deque()
         self._sweeping = threading.Lock()
+
+    def check_open(self) -> None:
+        """Refuse to carry anything after the carrier was closed."""
+        if self.closed:
+            raise TierError("the carrier is closed")
 
     def copy(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
@@ -162,10 +168,11 @@ class Parcel(ABC):
         Raises
         ------
         TierError
-            If the parcel was released.
+            If the parcel was released or the carrier is closed.
         torch.OutOfMemoryError
             If the device has no room for the tensor.
         """
+        self._hub.check_open()
         if self._released:
             raise TierError(f"{self.nbytes} bytes in tier {self.tier} were released already")
         self._hub.sweep()

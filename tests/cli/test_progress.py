@@ -1,0 +1,79 @@
+"""The live line never gets in the way of what the script prints."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from belady.cli.progress import Progress
+from tests.cli.support import Stats
+
+ERASE = "\r\x1b[2K"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def terminal(stdout: io.StringIO | None = None, columns: int = 200) -> Iterator[Terminal]:
+    """One terminal for both streams, or for stderr alone."""
+    screen = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", str(columns))
+        patch.setattr(sys, "stdout", stdout or screen)
+        patch.setattr(sys, "stderr", screen)
+        yield screen
+        assert sys.stdout is (stdout or screen)
+        assert sys.stderr is screen
+
+
+def test_line_is_erased_before_the_script_writes() -> None:
+    with terminal() as screen, Progress() as progress:
+        progress(Stats(1))
+        print("loss 0.5")
+        progress(Stats(2))
+    text = screen.getvalue()
+    assert text.index("iteration 1 ") < text.index(ERASE) < text.index("loss 0.5\n")
+    assert text.index("loss 0.5\n") < text.index("iteration 2 ")
+
+
+def test_last_line_stays() -> None:
+    with terminal() as screen:
+        with Progress() as progress:
+            progress(Stats(1))
+        lines = screen.getvalue().split(ERASE)
+    assert lines[-1].startswith("belady: iteration 1 ")
+    assert lines[-1].endswith("\n")
+
+
+def test_line_keeps_off_an_unfinished_line() -> None:
+    with terminal() as screen, Progress() as progress:
+        sys.stderr.write("\r 10 %|##")
+        progress(Stats(1))
+        assert "iteration" not in screen.getvalue()
+        sys.stderr.write("\r100 %\n")
+        progress(Stats(2))
+        assert "iteration 2 " in screen.getvalue()
+
+
+def test_line_does_not_wrap() -> None:
+    with terminal(columns=20) as screen, Progress() as progress:
+        progress(Stats(1))
+        assert len(screen.getvalue()) <= 20
+        assert "\n" not in screen.getvalue()
+
+
+def test_a_stream_that_is_no_terminal_is_left_alone() -> None:
+    file = io.StringIO()
+    with terminal(stdout=file), Progress() as progress:
+        assert sys.stdout is file
+        progress(Stats(1))
+        print("loss")
+    assert file.getvalue() == "loss\n"

@@ -1,0 +1,143 @@
+"""`belady run` and `belady profile`: what is the script's and what is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from belady.errors import InfeasibleBudgetError, OutOfMemoryError, TierFullError
+from belady.ir.files import load
+from belady.ir.run import Run
+from belady.ir.trace import Trace
+from belady.virtual import Limits
+from tests.cli.support import FakeMemory, a_run, belady
+
+Script = Callable[..., str]
+
+TRAIN = """
+import sys, torch
+net = torch.nn.Linear(3, 1)
+print(sys.argv[1:])
+for _ in range(4):
+    net(torch.ones(2, 3)).sum().backward()
+    print("step")
+sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+"""
+
+
+def test_output_options_and_code_of_the_script_pass_through(
+    memory: type[FakeMemory], script: Script
+) -> None:
+    result = belady("run", "--budget", "8GiB", script(TRAIN), "7", "--budget", "x", "--", "-m")
+    assert result.exit_code == 7
+    assert result.stdout == "['7', '--budget', 'x', '--', '-m']\n" + "step\n" * 4
+    assert memory.made[0].limits == Limits(8 << 30)
+
+
+def test_options_reach_the_memory(memory: type[FakeMemory], script: Script) -> None:
+    belady(
+        *("run", "--budget", "8GiB", "--policy", "vdnn_all", "--host-budget", "1GiB"),
+        *("--disk-budget", "2GB", "--spill-dir", "/tmp", "--exact", script(TRAIN)),
+    )
+    expected = Limits(8 << 30, 1 << 30, 2 * 10**9, "/tmp", "vdnn_all", True)
+    assert memory.made[0].limits == expected
+
+
+def test_progress_goes_to_stderr_in_plain_lines(memory: type[FakeMemory], script: Script) -> None:
+    result = belady("run", "--budget", "8GiB", script(TRAIN))
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2  # when the phase changes, and the last one
+    expected = "belady: iteration 1 (steady): 500 ms, peak 3.00 GiB of 4.00 GiB, waited 250 ms"
+    assert lines == [expected, expected]
+
+
+def test_report(memory: type[FakeMemory], script: Script, tmp_path: Path) -> None:
+    memory.run_document = a_run()
+    report = tmp_path / "run.json"
+    result = belady("run", "--budget", "8GiB", "--report", report, script(TRAIN))
+    assert result.exit_code == 0
+    assert load(Run, report) == a_run()
+
+
+def test_nothing_to_report(memory: type[FakeMemory], script: Script, tmp_path: Path) -> None:
+    report = tmp_path / "run.json"
+    result = belady("run", "--budget", "8GiB", "--report", report, script(TRAIN))
+    assert result.exit_code == 0
+    assert not report.exists()
+    assert "is not written" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("verified", "options", "status", "code"),
+    [
+        (True, ("--verify",), "0", 0),
+        (None, ("--verify",), "0", 0),
+        (False, ("--verify",), "0", 4),
+        (False, ("--verify",), "7", 7),
+        (False, (), "0", 0),
+    ],
+)
+def test_verify(
+    memory: type[FakeMemory],
+    script: Script,
+    verified: bool | None,
+    options: tuple[str, ...],
+    status: str,
+    code: int,
+) -> None:
+    memory.verified = verified
+    result = belady("run", "--budget", "8GiB", *options, script(TRAIN), status)
+    assert result.exit_code == code
+    assert ("over the budget" in result.stderr) == (verified is False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (
+            InfeasibleBudgetError(
+                needed_bytes=3, budget_bytes=1, smallest_bytes=2, op="conv", module="a"
+            ),
+            3,
+        ),
+        (OutOfMemoryError("the device is full"), 5),
+        (TierFullError("the disk is full"), 5),
+    ],
+)
+def test_what_belady_cannot_do(
+    memory: type[FakeMemory], script: Script, error: Exception, code: int
+) -> None:
+    memory.error = error
+    result = belady("run", "--budget", "8GiB", script(TRAIN))
+    assert result.exit_code == code
+    assert result.stderr.startswith(f"belady: {error}\n")
+    assert "Traceback" not in result.stderr
+    assert memory.made[0].closed == 1
+
+
+def test_a_script_that_trains_nothing(memory: type[FakeMemory], script: Script) -> None:
+    result = belady("run", "--budget", "8GiB", "--verify", script("print('hello')"))
+    assert result.exit_code == 0
+    assert result.stdout == "hello\n"
+    assert "nothing was managed" in result.stderr
+
+
+def test_profile_writes_the_trace_and_ends_early(
+    memory: type[FakeMemory], script: Script, tmp_path: Path
+) -> None:
+    memory.run_document = a_run()
+    output = tmp_path / "trace.json"
+    result = belady("profile", "-o", output, "--iterations", "2", script(TRAIN))
+    assert result.exit_code == 0
+    assert result.stdout.count("step") == 2  # printed after the call
+    assert load(Trace, output) == a_run().trace
+    assert memory.made[0].limits.policy == "baseline"
+
+
+def test_profile_of_nothing(memory: type[FakeMemory], script: Script, tmp_path: Path) -> None:
+    output = tmp_path / "trace.json"
+    result = belady("profile", "-o", output, script("pass"))
+    assert result.exit_code == 1
+    assert not output.exists()
