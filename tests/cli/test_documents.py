@@ -12,6 +12,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Timeline
 from belady.ir.trace import Tier
+from belady.memory.files import Files
 from belady.planners import smallest_budget
 from belady.units import format_bytes
 from tests.cli.support import belady, documents, gpu, gpu_trace
@@ -84,6 +85,7 @@ def test_a_plan_for_another_trace_is_refused(files: tuple[Path, Path], tmp_path:
 
 def test_doctor_shows_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(Files, "file_system", lambda *_: "ext4")  # wherever pytest's folder is
     arguments = ("doctor", "--device", "cpu", "--spill-dir", str(tmp_path))
     result = belady(*arguments, "--json")
     assert result.exit_code == 0, result.stderr

@@ -57,7 +57,12 @@ def check_plan(trace: Trace, hardware: HardwareProfile, made: Plan, budget: Budg
 
 
 def check_planner(
-    planner: Planner, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
+    planner: Planner,
+    trace: Trace,
+    hardware: HardwareProfile,
+    budget: Budget,
+    *,
+    exact: bool = False,
 ) -> None:
     """The contract; the device bytes of ``budget`` do not matter."""
     smallest = 0

@@ -63,11 +63,17 @@ def mapped() -> Iterator[None]:
     except (BeladyError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise  # whoever read our output is gone: typer ends quietly
-        note(str(error) or type(error).__name__)
+        note(_message(error))
         if isinstance(error, InfeasibleBudgetError):
             smallest = error.smallest_bytes
             note(f"the smallest that works: --budget {smallest} ({format_bytes(smallest)})")
         raise typer.Exit(code_of(error)) from error
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 class Guarded(TyperGroup):

@@ -9,6 +9,9 @@ import typer
 
 from belady.units import parse_bytes
 
+# A budget for scripts that are only watched.
+NO_LIMIT = 2**62
+
 
 def bytes_of(text: str | None, option: str) -> int | None:
     """Read an option in bytes that may be absent."""

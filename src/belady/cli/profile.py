@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 
 from belady.cli.exits import FAILED
-from belady.cli.options import ModuleOption, ScriptArgument, SpillDirOption
+from belady.cli.options import NO_LIMIT, ModuleOption, ScriptArgument, SpillDirOption
 from belady.cli.progress import Progress
 from belady.cli.show import note
 from belady.ir.files import save
 
-_NO_LIMIT = 2**62
 _ENOUGH = 3
 
 
@@ -35,7 +34,7 @@ def profile(
     from belady.launch import LaunchOptions, run_script
     from belady.virtual import Limits
 
-    limits = Limits(budget=_NO_LIMIT, spill_dir=spill_dir, policy="baseline")
+    limits = Limits(budget=NO_LIMIT, spill_dir=spill_dir, policy="baseline")
     options = LaunchOptions(limits, module=module, iterations=iterations)
     with Progress() as progress:
         launched = run_script(command[0], command[1:], options=options, progress=progress)

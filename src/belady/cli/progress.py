@@ -11,6 +11,7 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
+from belady.cli.options import NO_LIMIT
 from belady.cli.show import note, printable
 from belady.units import format_bytes, format_seconds
 
@@ -105,8 +106,11 @@ class Progress:
 
 
 def _describe(stats: IterationStats) -> str:
-    text = (
-        f"iteration {stats.index} ({stats.phase}): {format_seconds(stats.seconds)}, "
-        f"peak {format_bytes(stats.peak_bytes)} of {format_bytes(stats.budget_bytes)}"
-    )
-    return text + (f", waited {format_seconds(stats.stall_seconds)}" if stats.stall_seconds else "")
+    text = f"iteration {stats.index} ({stats.phase}): {format_seconds(stats.seconds)}"
+    if stats.peak_bytes > 0:  # it is not counted in every iteration of a CPU
+        text += f", peak {format_bytes(stats.peak_bytes)}"
+        if stats.budget_bytes < NO_LIMIT:
+            text += f" of {format_bytes(stats.budget_bytes)}"
+    if stats.stall_seconds > 0:
+        text += f", waited {format_seconds(stats.stall_seconds)}"
+    return text

@@ -111,9 +111,10 @@ class Conductor:
         """Begin an iteration whose first pass is of kind ``key``."""
         kind = self._kinds.setdefault(key, Kind())
         self.latest = kind
-        # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
-        self._persistent.clear()
-        self._persistent.update(_addresses(self._modules))
+        if kind.plan is None or kind.engine is not None:
+            # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
+            self._persistent.clear()
+            self._persistent.update(_addresses(self._modules))
         observation = self._observation(kind)
         engine = kind.engine if kind.plan is not None else None
         if engine is not None and observation is not None:

@@ -19,7 +19,16 @@ def pass_key(
     input geometry, and parameters that require and have gradients.
     """
     inputs = tuple(_geometry(leaf) for leaf in tree_leaves(call))
-    parameters = tuple((p.requires_grad, p.grad is None) for p in module.parameters())
+    modules: list[torch.nn.Module] = []
+    _walk(module, modules)
+    parameters = [
+        (p.requires_grad, p.grad is None)
+        for m in modules
+        for p in m._parameters.values()
+        if p is not None
+    ]
+    # Not only the root's: frozen BatchNorm layers in a training model save other tensors.
+    training = [m.training for m in modules]
     kind = device.type
     flags = (
         torch.is_autocast_enabled(kind),
@@ -28,12 +37,15 @@ def pass_key(
         torch.backends.cudnn.benchmark,
         torch.get_default_dtype(),
     )
-    return (root, _training(module), flags, inputs, hash(parameters))
+    return (root, hash((*training, *parameters)), flags, inputs)
 
 
-def _training(module: torch.nn.Module) -> int:
-    # Frozen BatchNorm layers in a training model save other tensors.
-    return hash(tuple(m.training for m in module.modules()))
+def _walk(module: torch.nn.Module, into: list[torch.nn.Module]) -> None:
+    # `Module.modules` builds names and sets on the way, five times the cost of every call.
+    into.append(module)
+    for child in module._modules.values():
+        if child is not None:
+            _walk(child, into)
 
 
 def _geometry(leaf: object) -> object:

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 # A kernel that only spins. Long enough for the host to issue the bracketed op meanwhile, so that
-# the two events enclose kernels alone and no launch gap: 2e5 cycles are 0.1 ms at 2 GHz.
-_SPIN_CYCLES = 200_000
+# the two events enclose kernels alone and no launch gap: 8e4 cycles are 40 µs at 2 GHz. Longer
+# would let the host run ahead until the launch queue is full and then count its waiting as work.
+_SPIN_CYCLES = 80_000
 
 
 class Clock(Protocol):

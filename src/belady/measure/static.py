@@ -71,6 +71,8 @@ def _forward_backward(
     with saved_tensors_hooks(pack, unpack):
         result = torch.func.functional_call(module, tensors, args, kwargs)
     recorder.phase = Phase.LOSS
+    # As at the end of the user's autocast block, which comes before backward.
+    torch.clear_autocast_cache()
     outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])

@@ -62,7 +62,6 @@ class Carrier:
         self._arena = self.make_arena(host_budget)
         self._disk: DiskStore | None = None
         self._staging: Staging | None = None
-        self._staging_arena: HostArena | None = None
 
     def make_arena(self, budget_bytes: int | None) -> HostArena:
         """Make a store for host memory; tests override it."""
@@ -168,27 +167,26 @@ class Carrier:
         """Set counters and stalls to zero and peaks to what is held now."""
         self._hub.sweep()
         self._meter.reset()
-        for arena in self._arenas():
-            arena.reset_peak()
+        self._arena.reset_peak()
         if self._disk is not None:
             self._disk.reset_peak()
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that hold parcels or staged pieces now."""
+        """Bytes of host memory that hold parcels now, plus those set aside for staging."""
         self._hub.sweep()
-        return sum(arena.used_bytes for arena in self._arenas())
+        return self._arena.used_bytes
 
     @property
     def peak_host_bytes(self) -> int:
-        """Most bytes of host memory held: peak of the parcels plus peak of the staging."""
+        """Most bytes of host memory held, counted as `host_bytes`."""
         self._hub.sweep()
-        return sum(arena.peak_bytes for arena in self._arenas())
+        return self._arena.peak_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory taken from the system now, used or not."""
-        return sum(arena.slab_bytes for arena in self._arenas())
+        return self._arena.slab_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -213,21 +211,14 @@ class Carrier:
         if self._disk is not None:
             self._disk.close()
         self._lanes.drain()
-        for arena in self._arenas():
-            arena.close()
-
-    def _arenas(self) -> list[HostArena]:
-        return [self._arena] if self._staging_arena is None else [self._arena, self._staging_arena]
+        self._arena.close()
 
     def _open_disk(self) -> tuple[DiskStore, Staging | None]:
         if self._disk is None:
             self._disk = self.make_disk()
         if self._staging is None and not self._lanes.addressable:
             nbytes = staging_bytes(self._host_budget)
-            arena = self.make_arena(nbytes)
-            staging = Staging(self._hub, self._disk, arena, nbytes)
-            self._arena.lower_budget(nbytes)
-            self._staging, self._staging_arena = staging, arena
+            self._staging = Staging(self._hub, self._disk, self._arena, nbytes)
         return self._disk, self._staging
 
     def _check(self, source: torch.Tensor) -> None:

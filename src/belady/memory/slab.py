@@ -130,26 +130,6 @@ class HostArena:
             if missing > 0:
                 self._add_slab(self._within_budget(missing, missing))
 
-    def lower_budget(self, nbytes: int) -> None:
-        """Take ``nbytes`` bytes off the budget for another use.
-
-        Raises
-        ------
-        TierFullError
-            If blocks in use need them.
-        """
-        with self._lock:
-            if self._budget is None:
-                return
-            if self.slab_bytes > self._budget - nbytes:
-                self._drop_empty_slabs()
-            if self.slab_bytes > self._budget - nbytes:
-                raise TierFullError(
-                    f"{nbytes} bytes of the host budget of {self._budget} bytes are needed for "
-                    f"staging, but {self.slab_bytes} bytes are in use"
-                )
-            self._budget -= nbytes
-
     def reset_peak(self) -> None:
         """Start a new peak from what is used now."""
         with self._lock:

@@ -1,11 +1,11 @@
 """The way to disk for devices that the system cannot read: through pinned blocks.
 
-Bytes go in pieces: copy-out into a staging block, then from there to disk, and back the same
-way, so a parcel of any size needs few blocks, and the two halves of the way overlap.
+Bytes go in pieces: copy-out into a slot of the staging room, from there to disk, and back the
+same way, so a parcel of any size needs little room, and the two halves of the way overlap.
 
-Nothing deadlocks: the writer waits only for copies that are issued and for the disk, so
-blocks that writing holds always come back; writing leaves one piece of the staging room to
-reading; and the reader holds one piece at a time.
+Nothing deadlocks: the writer waits only for copies that are issued and for the disk, so slots
+that writing holds always come back; and the reader holds one slot at a time. Writing leaves
+room for one piece to reading, so that a backlog of writes does not hold reads up.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from belady.errors import TierFullError
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier
 from belady.memory.disk import DiskStore
-from belady.memory.extents import PAGE, round_up
+from belady.memory.extents import PAGE, Extents, Range, round_up
 from belady.memory.lanes import Fence
 from belady.memory.parcels import Arrival, Hub, Parcel, free_all
-from belady.memory.slab import Block, HostArena
+from belady.memory.slab import HostArena
 from belady.memory.tickets import Extent
 
-LARGEST_STAGING = 2**30
+LARGEST_STAGING = 256 * 2**20
 LARGEST_PIECE = 32 * 2**20
 
 
@@ -38,13 +38,21 @@ def staging_bytes(host_budget: int | None) -> int:
     return min(LARGEST_STAGING, host_budget // 8 // PAGE * PAGE)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Slot:
+    """A piece of the staging room: its bytes and what must pass before they are written."""
+
+    tensor: torch.Tensor
+    room: Range
+
+
 class Staging:
-    """Staging blocks, a writer thread and a reader thread.
+    """Room in host memory, a writer thread and a reader thread.
 
     Raises
     ------
     TierFullError
-        If there is no room for one piece each way.
+        If the arena has no ``nbytes`` bytes, or they hold no piece each way.
     """
 
     def __init__(self, hub: Hub, disk: DiskStore, arena: HostArena, nbytes: int) -> None:
@@ -56,24 +64,26 @@ class Staging:
         self.piece_bytes = max(PAGE, min(LARGEST_PIECE, nbytes // 4 // PAGE * PAGE))
         self.disk = disk
         self._hub = hub
-        self._arena = arena
         self._nbytes = nbytes
-        self._taken = 0
+        # Held for life: parcels in host memory cannot crowd out the way back from disk.
+        self._block = arena.alloc(nbytes)
+        self._room = Extents()
+        self._room.give(0, nbytes, self._block.fences)
         self._changed = threading.Condition()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="belady-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="belady-reader")
 
     def send(self, part: torch.Tensor, extent: Extent, home: Fence) -> Piece:
-        """Issue the copy-out of one piece and queue its way to disk; waits for a free block."""
+        """Issue the copy-out of one piece and queue its way to disk; waits for a free slot."""
         with self._hub.meter.stall(Lane.DISK_WRITE):
-            block = self._take(part.numel(), self._nbytes - self.piece_bytes)
+            slot = self._take(part.numel(), spare=self.piece_bytes)
         try:
-            after = (home, *block.fences)
-            sent = self._hub.copy(Lane.COPY_OUT, block.tensor, part, after)
-            queued = self._writer.submit(self._write, block, extent, sent)
+            after = (home, *slot.room.fences)
+            sent = self._hub.copy(Lane.COPY_OUT, slot.tensor, part, after)
+            queued = self._writer.submit(self._write, slot, extent, sent)
         except BaseException:
             self._hub.lanes.drain()
-            self._give(block)
+            self._give(slot)
             raise
         return Piece(extent, sent, queued)
 
@@ -86,15 +96,15 @@ class Staging:
         self._writer.shutdown(wait=True)
         self._reader.shutdown(wait=True)
 
-    def _write(self, block: Block, extent: Extent, sent: Fence) -> None:
+    def _write(self, slot: Slot, extent: Extent, sent: Fence) -> None:
         try:
             sent.synchronize()
-            ticket = self.disk.write(block.tensor, extent)
+            ticket = self.disk.write(slot.tensor, extent)
         except BaseException:
-            self._give(block, (sent,))
+            self._give(slot, (sent,))
             raise
         self._hub.meter.count(Lane.DISK_WRITE, extent.nbytes)
-        ticket.on_end(lambda: self._give(block))
+        ticket.on_end(lambda: self._give(slot))
 
     def _read(self, pieces: list[Piece], target: torch.Tensor, home: Fence) -> Fence:
         landed = home
@@ -111,41 +121,34 @@ class Staging:
 
     def _read_piece(self, piece: Piece, part: torch.Tensor, home: Fence) -> Fence:
         piece.queued.result()
-        block = self._take(part.numel(), self._nbytes)
+        slot = self._take(part.numel(), spare=0)
         try:
-            # The system writes the block now, and no stream orders it after older copies.
-            for fence in block.fences:
+            # The system writes the slot now, and no stream orders it after older copies.
+            for fence in slot.room.fences:
                 fence.synchronize()
-            self.disk.read(piece.extent, block.tensor).wait()
+            self.disk.read(piece.extent, slot.tensor).wait()
             self._hub.meter.count(Lane.DISK_READ, part.numel())
-            landed = self._hub.copy(Lane.COPY_IN, part, block.tensor, (home,))
+            landed = self._hub.copy(Lane.COPY_IN, part, slot.tensor, (home,))
         except BaseException:
             self._hub.lanes.drain()
-            self._give(block)
+            self._give(slot)
             raise
-        self._give(block, (landed,))
+        self._give(slot, (landed,))
         return landed
 
-    def _take(self, nbytes: int, limit: int) -> Block:
-        """Wait for a block so that at most ``limit`` bytes are taken."""
+    def _take(self, nbytes: int, spare: int) -> Slot:
+        """Wait for a slot that leaves ``spare`` bytes; an empty room holds any piece."""
         held = round_up(nbytes)
         with self._changed:
             while True:
-                if self._taken == 0 or self._taken + held <= limit:
-                    try:
-                        block = self._arena.alloc(nbytes)
-                    except TierFullError:
-                        if self._taken == 0:
-                            raise
-                    else:
-                        self._taken += held
-                        return block
+                room = self._room.take(held) if self._room.free_bytes >= held + spare else None
+                if room is not None:
+                    return Slot(self._block.tensor[room.start : room.start + nbytes], room)
                 self._changed.wait()
 
-    def _give(self, block: Block, fences: Iterable[Fence] = ()) -> None:
+    def _give(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
         with self._changed:
-            self._arena.free(block, fences)
-            self._taken -= round_up(block.nbytes)
+            self._room.give(slot.room.start, slot.room.nbytes, (*slot.room.fences, *fences))
             self._changed.notify_all()
 
 
@@ -171,7 +174,7 @@ class Piece:
 
 
 class StagedParcel(Parcel):
-    """Bytes on disk that passed through staging blocks."""
+    """Bytes on disk that passed through staging."""
 
     def __init__(self, hub: Hub, staging: Staging, source: torch.Tensor) -> None:
         home = hub.lanes.present()

@@ -91,8 +91,8 @@ def fits(case: Case, draft: Draft) -> bool:
 def finish(case: Case, draft: Draft) -> Plan:
     """Judge a draft and predict its peak and seconds.
 
-    The draft must be what the policy does with the least memory, if it does not fit: its own
-    peak is then named as the smallest feasible budget.
+    A draft that may not fit must be what the policy does with the least memory: its own peak is
+    named as the smallest feasible budget.
 
     Raises
     ------
@@ -100,10 +100,12 @@ def finish(case: Case, draft: Draft) -> Plan:
         If the device peak does not fit the budget.
     """
     plan = assemble(case, draft)
-    peak = check(case.trace, case.hardware, plan, case.budget).peak_bytes
-    require(case.trace, case.hardware, plan, case.hardware.allocator.budget_for(peak))
+    verdict = check(case.trace, case.hardware, plan, case.budget)
+    if not verdict.ok:
+        smallest = case.hardware.allocator.budget_for(verdict.peak_bytes)
+        require(case.trace, case.hardware, plan, smallest)
     seconds = simulate(case.trace, case.hardware, plan).seconds
-    return replace(plan, predicted_peak_bytes=peak, predicted_seconds=seconds)
+    return replace(plan, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=seconds)
 
 
 def _assignment(draft: Draft, index: int, could: set[int]) -> Assignment:

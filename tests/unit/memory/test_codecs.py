@@ -26,15 +26,16 @@ def assert_restores(tensor: torch.Tensor) -> None:
 def layouts(draw: st.DrawFn) -> torch.Tensor:
     """Draw a bool or integer tensor seen through slices, permutations and expansions."""
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    dtype = draw(st.sampled_from([torch.bool, torch.int16, torch.int32, torch.int64]))
+    dtype: torch.dtype = draw(st.sampled_from([torch.bool, torch.int16, torch.int32, torch.int64]))
     low = draw(st.integers(-300, 300) | st.integers(-(2**40), 2**40))
     width = draw(st.integers(0, 300) | st.integers(0, 2**40))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     tensor = torch.randint(low, low + width + 1, shape, generator=generator)
     tensor = tensor % 2 == 0 if dtype is torch.bool else tensor.to(dtype)
-    order: list[int] = draw(st.permutations(range(len(shape))))
+    order = draw(st.permutations(range(len(shape))))
     tensor = tensor.permute(order)
-    if shape and draw(st.booleans()):
+    sliced = draw(st.booleans())
+    if shape and sliced:
         tensor = tensor[draw(st.integers(0, 2)) :: draw(st.integers(1, 2))]
     if draw(st.booleans()):
         tensor = tensor.unsqueeze(0).expand(draw(st.integers(0, 4)), *tensor.shape)

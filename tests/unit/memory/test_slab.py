@@ -199,18 +199,6 @@ def test_unmapping_waits_for_the_copies_of_freed_blocks() -> None:
     assert gate.passed.is_set()
 
 
-def test_lower_budget() -> None:
-    arena = HostArena(4 * PAGE, pin=False)
-    block = arena.alloc(4 * PAGE)
-    with pytest.raises(TierFullError, match="staging"):
-        arena.lower_budget(PAGE)
-    arena.free(block)
-    arena.lower_budget(PAGE)
-    arena.alloc(3 * PAGE)
-    with pytest.raises(TierFullError):
-        arena.alloc(1)
-
-
 def test_made_in_inference_mode_used_outside() -> None:
     arena = HostArena(None, pin=False)
     with torch.inference_mode():

@@ -1,0 +1,270 @@
+"""Training runs that can be compared bit for bit, and ways in which people write an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, keystr
+
+import belady
+from belady.errors import InfeasibleBudgetError
+from tests.support.models import Task
+
+SAMPLES = 8
+
+# One iteration, given its number; gives what is to be compared besides the state.
+Step = Callable[["Training", int], list[Tensor]]
+
+
+class Training:
+    """Models of a task, their optimizers, and what came of them so far."""
+
+    def __init__(self, task: Task, device: str = "cpu", seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.task = task
+        self.device = device
+        self.models: list[nn.Module] = [model.to(device) for model in task.models()]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+            for model in self.models
+        ]
+        self.losses: list[Tensor] = []
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizers[0]
+
+    def batch(self, index: int, size: int = SAMPLES) -> tuple[Tensor, Tensor]:
+        """Batch ``index``: always the same."""
+        x, y = self.task.batch(size, torch.Generator().manual_seed(1000 + index))
+        return x.to(self.device), y.to(self.device)
+
+    def loss(self, index: int, size: int = SAMPLES) -> Tensor:
+        x, y = self.batch(index, size)
+        return self.task.loss(self.model(x), y)
+
+    def run(self, step: Step, iterations: Iterable[int]) -> Training:
+        for index in iterations:
+            self.losses += [loss.detach().clone() for loss in step(self, index)]
+        return self
+
+    def outcome(self) -> dict[str, Tensor]:
+        """Everything that must come out equal, by name."""
+        found: dict[str, Any] = {"loss": self.losses, "random": torch.get_rng_state()}
+        if self.device == "cuda":
+            found["cuda random"] = torch.cuda.get_rng_state()
+        for number, model in enumerate(self.models):
+            found[f"parameter {number}"] = dict(model.named_parameters())
+            found[f"buffer {number}"] = dict(model.named_buffers())
+            found[f"gradient {number}"] = {n: p.grad for n, p in model.named_parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            found[f"optimizer {number}"] = optimizer.state_dict()["state"]
+        leaves, _ = tree_flatten_with_path(found)
+        return {
+            keystr(path): leaf.detach().clone()
+            for path, leaf in leaves
+            if isinstance(leaf, Tensor)
+        }
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as bytes, so that NaN equals itself and 0 is not −0."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors that are not the same in every bit."""
+    names = sorted(expected.keys() ^ actual.keys())
+    for name in expected.keys() & actual.keys():
+        a, b = expected[name], actual[name]
+        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(raw(a), raw(b)):
+            names.append(name)
+    return names
+
+
+def smallest_budget(task: Task, step: Step, policy: str, device: str = "cpu") -> int:
+    """Smallest feasible budget, as the refusal of a budget of one byte names it."""
+    training = Training(task, device)
+    with belady.virtualize(training.models, 1, policy=policy):
+        try:
+            training.run(step, [0])
+        except InfeasibleBudgetError as error:
+            return error.smallest_bytes
+    raise AssertionError("one byte was enough")
+
+
+# -- ways to write an iteration ------------------------------------------------------------------
+
+
+def plain(training: Training, index: int) -> list[Tensor]:
+    loss = training.loss(index)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+def adversarial(training: Training, index: int) -> list[Tensor]:
+    """Two roots, three passes, two steps: the critic's, then the generator's."""
+    generator, critic = training.models
+    noise, real = training.batch(index)
+    fake = generator(noise)
+    verdict = torch.cat([critic(real), critic(fake.detach())])
+    truth = torch.cat([torch.ones(SAMPLES, 1), torch.zeros(SAMPLES, 1)]).to(noise.device)
+    critic_loss = F.binary_cross_entropy_with_logits(verdict, truth)
+    critic_loss.backward()
+    training.optimizers[1].step()
+    training.optimizers[1].zero_grad()
+    generator_loss = F.softplus(-critic(fake)).mean()
+    generator_loss.backward()
+    training.optimizers[0].step()
+    for optimizer in training.optimizers:
+        optimizer.zero_grad()
+    return [critic_loss, generator_loss]
+
+
+def autocast(training: Training, index: int) -> list[Tensor]:
+    with torch.autocast(training.device, torch.bfloat16):
+        loss = training.loss(index)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+def accumulating(training: Training, index: int) -> list[Tensor]:
+    losses = []
+    for micro in range(2):
+        loss = training.loss(2 * index + micro) / 2
+        loss.backward()
+        losses.append(loss)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return losses
+
+
+def zeroing_first(training: Training, index: int) -> list[Tensor]:
+    training.optimizer.zero_grad(set_to_none=False)
+    losses = [training.loss(2 * index), training.loss(2 * index + 1)]
+    for loss in losses:
+        loss.backward()
+    training.optimizer.step()
+    return losses
+
+
+def clipping(training: Training, index: int) -> list[Tensor]:
+    loss = training.loss(index)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss, norm]
+
+
+def evaluating(training: Training, index: int) -> list[Tensor]:
+    """Look at the validation loss between forward and backward, and after the step."""
+    loss = training.loss(index)
+    seen = [_evaluate(training)]
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss, *seen, _evaluate(training)]
+
+
+def _evaluate(training: Training) -> Tensor:
+    training.model.eval()
+    try:
+        with torch.no_grad():
+            return training.loss(99)
+    finally:
+        training.model.train()
+
+
+def short_at_the_end(training: Training, index: int) -> list[Tensor]:
+    loss = training.loss(index, SAMPLES if index % 4 != 3 else 3)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+def twice_backward(training: Training, index: int) -> list[Tensor]:
+    loss = training.loss(index)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+def abandoning(training: Training, index: int) -> list[Tensor]:
+    """Run a forward whose graph is thrown away, then one that counts."""
+    training.loss(index + 50)
+    return plain(training, index)
+
+
+def by_hand(training: Training, index: int) -> list[Tensor]:
+    """Stochastic gradient descent without an optimizer."""
+    loss = training.loss(index)
+    parameters = [p for p in training.model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p -= 0.05 * gradient
+    return [loss]
+
+
+def closing_over(training: Training, index: int) -> list[Tensor]:
+    """Give the optimizer a closure, as L-BFGS needs it."""
+
+    def closure() -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss(index)
+        loss.backward()
+        return loss
+
+    return [training.optimizer.step(closure)]
+
+
+class Interruption:
+    """A step in which the forward of one submodule raises now and then, and is tried again."""
+
+    def __init__(self, error: type[BaseException], at: Iterable[int], layer: int = -1) -> None:
+        self.error = error
+        self.at = frozenset(at)
+        self.layer = layer
+
+    def __call__(self, training: Training, index: int) -> list[Tensor]:
+        if index in self.at:
+            with raising(training.model, self.error, self.layer):
+                try:
+                    training.loss(index)
+                except self.error:
+                    pass
+                else:
+                    raise AssertionError("the forward should not have gone through")
+        return plain(training, index)
+
+
+@contextmanager
+def raising(model: nn.Module, error: type[BaseException], layer: int) -> Iterator[None]:
+    """Let a submodule that has parameters of its own raise when it is called."""
+    owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+
+    def fail(*_: Any) -> None:
+        raise error("on purpose")
+
+    handle = owners[layer].register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()

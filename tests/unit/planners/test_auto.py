@@ -1,0 +1,73 @@
+"""The default policy chooses among the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from belady.errors import InfeasibleBudgetError
+from belady.ir.plan import Budget
+from belady.planners import POLICIES, plan, smallest_budget
+from belady.planners.vdnn_layers import Kind, kind_of
+from tests.unit.planners.nets import MIB, VGG, gpu, net
+
+PLENTY = Budget(1 << 40)
+
+
+def test_nothing_when_everything_fits() -> None:
+    trace = net(VGG, workspace_bytes=MIB)
+    made = plan("auto", trace, gpu(), Budget(smallest_budget("baseline", trace, gpu(), PLENTY)))
+    assert made.planner == "auto:baseline/1"
+    assert made.moves_nothing
+    assert made.numerics == ()
+    assert {a.reason for a in made.assignments} == {"kept: everything fits in device memory"}
+
+
+@pytest.mark.parametrize("link_rate", [1e9, 5e10, 1e13])
+def test_the_fastest_that_fits(link_rate: float) -> None:
+    trace, hardware = net(VGG), gpu(link_rate=link_rate)
+    smallest, largest = (
+        smallest_budget(policy, trace, hardware, PLENTY) for policy in ("auto", "baseline")
+    )
+    for device_bytes in range(smallest, largest, MIB // 2):
+        budget = Budget(device_bytes)
+        made = plan("auto", trace, hardware, budget)
+        others = {}
+        for policy in ("vdnn_conv", "vdnn_all", "vdnn_dyn", "floor"):
+            try:
+                others[f"auto:{policy}/1"] = plan(policy, trace, hardware, budget)
+            except InfeasibleBudgetError:
+                continue
+        assert made.predicted_seconds == min(it.predicted_seconds for it in others.values())
+        assert made.decisions == others[made.planner].decisions
+        assert made.assignments == others[made.planner].assignments
+
+
+def test_infeasible_only_if_no_policy_fits() -> None:
+    trace = net(VGG)
+    least = min(smallest_budget(p, trace, gpu(), PLENTY) for p in POLICIES if p != "auto")
+    with pytest.raises(InfeasibleBudgetError, match=f"policy is {least} bytes") as refused:
+        plan("auto", trace, gpu(), Budget(least - 1))
+    assert refused.value.op
+    assert refused.value.module.startswith("layer")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten.convolution.default", Kind.CONV),
+        ("aten.cudnn_convolution_relu.default", Kind.CONV),
+        ("aten::_convolution", Kind.CONV),
+        ("aten.conv2d.default", Kind.CONV),
+        ("aten.relu_.default", Kind.ACTV),
+        ("aten._prelu_kernel.default", Kind.ACTV),
+        ("aten.hardtanh.default", Kind.ACTV),
+        ("aten._adaptive_avg_pool2d.default", Kind.POOL),
+        ("aten.bmm.default", Kind.FC),
+        ("aten.native_layer_norm.default", Kind.OTHER),
+        ("aten.cat.default", Kind.OTHER),
+    ],
+)
+def test_layer_kinds(name: str, kind: Kind) -> None:
+    assert kind_of(replace(net("conv fc").ops[0], name=name)) is kind
