@@ -24,9 +24,7 @@ GROUPS: dict[str, list[tuple[str, str, str, str, bool]]] = {
         ("resnet50", "vdnn_all", "own", "bf16", False),
     ],
     "fits": [
-        ("resnet50", method, "none", "bf16", True)
-        for _ in range(3)
-        for method in ("plain", "auto")
+        ("resnet50", method, "none", "bf16", True) for _ in range(3) for method in ("plain", "auto")
     ],
     "plain": [
         (net, "plain", "none", precision, False)

@@ -121,7 +121,10 @@ def toy(setting: Setting, batch: int = 8) -> Workload:
     def build() -> nn.Module:
         blocks = [_ToyBlock(8) for _ in range(3)]
         return nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Conv2d(3, 8, 3, padding=1),
+            *blocks,
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
             nn.Linear(8, 10),
         )
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,12 +25,11 @@ from belady.ir.run import Run
 from belady.ir.trace import Tier
 from belady.measure.probe import probe
 from belady.measure.static import static_trace
+from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
 from belady.planners import plan as make_plan
 from belady.units import parse_bytes
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +154,16 @@ class VirtualMemory:
 
     # -- for users -----------------------------------------------------------------------------
 
-    def add(self, module: torch.nn.Module, args: tuple[Any, ...] | None = None) -> None:
+    def add(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
         """Make ``module`` a root, from its next call on.
 
-        With ``args``, from the call that is under way: for callers inside its pre-hooks.
+        With ``args`` (and ``kwargs``), from the call that is under way: for callers inside its
+        pre-hooks.
         """
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"models must be torch.nn.Module, not {type(module).__name__}")
@@ -173,7 +175,7 @@ class VirtualMemory:
             module.register_forward_hook(self._leave, always_call=True),
         ]
         if args is not None:
-            self._enter(module, args, {})
+            self._enter(module, args, kwargs or {})
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
@@ -191,7 +193,7 @@ class VirtualMemory:
         """Trace, machine, plan, prediction and measurement; None until there is a plan."""
         if self._conductor is None:
             return None
-        return self._conductor.run((("belady", __version__), ("torch", torch.__version__)))
+        return self._conductor.run((("belady", __version__), ("torch", str(torch.__version__))))
 
     def report(self) -> str:
         """Say what moved and why, and what was measured against what was predicted."""
@@ -320,7 +322,7 @@ class VirtualMemory:
             disk_budget=budget.disk_bytes,
             spill_dir=limits.spill_dir,
         )
-        self._restore = _enforce(device, budget.device_bytes)
+        self._restore = enforce(device, budget.device_bytes)
         policy = Policy(limits.policy, budget, limits.exact)
         self._conductor = Conductor(policy, hardware, self._carrier, self._models)
         return self._conductor
@@ -358,26 +360,3 @@ def _device_of(module: torch.nn.Module) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise BudgetError(f"belady manages CPU and CUDA memory, not {device.type}")
     return torch.device(device.type, device.index or 0) if device.type == "cuda" else device
-
-
-def _enforce(device: torch.device, budget_bytes: int) -> Callable[[], None] | None:
-    """Make the budget real; gives what undoes it."""
-    if device.type == "cpu":
-        _give_back_freed_memory()
-        return None
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    before = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
-    return functools.partial(torch.cuda.set_per_process_memory_fraction, before, device)
-
-
-@functools.cache
-def _give_back_freed_memory() -> None:
-    """Make glibc return freed tensors to the system, or a budget of RAM would not be real."""
-    name = ctypes.util.find_library("c")
-    library = ctypes.CDLL(name) if name else None
-    if library is not None and hasattr(library, "mallopt"):
-        trim_threshold, mmap_threshold = -1, -3
-        library.mallopt(mmap_threshold, _MIB)
-        library.mallopt(trim_threshold, _MIB)

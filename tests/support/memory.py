@@ -105,7 +105,7 @@ class ThreadLanes(Lanes):
         self._pools = {
             lane: ThreadPoolExecutor(1, thread_name_prefix="lane") for lane in self.delays
         }
-        self._last: list[Fence] = []
+        self.issued: list[ThreadFence] = []
 
     def present(self) -> Fence:
         return Fence(Lane.COMPUTE, next(self._orders))
@@ -116,7 +116,7 @@ class ThreadLanes(Lanes):
         before = list(after)
         with self._lock:
             fence = ThreadFence(lane, next(self._orders), threading.Event())
-            self._last.append(fence)
+            self.issued.append(fence)
 
             def work() -> None:
                 for earlier in before:
@@ -136,7 +136,7 @@ class ThreadLanes(Lanes):
         fence.synchronize()
 
     def drain(self) -> None:
-        for fence in list(self._last):
+        for fence in list(self.issued):
             fence.synchronize()
 
     def tick(self) -> object:

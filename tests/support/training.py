@@ -92,15 +92,23 @@ def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[
     return names
 
 
-def smallest_budget(task: Task, step: Step, policy: str, device: str = "cpu") -> int:
-    """Smallest feasible budget, as the refusal of a budget of one byte names it."""
-    training = Training(task, device)
-    with belady.virtualize(training.models, 1, policy=policy):
-        try:
-            training.run(step, [0])
-        except InfeasibleBudgetError as error:
-            return error.smallest_bytes
-    raise AssertionError("one byte was enough")
+def tight_budget(task: Task, step: Step, policy: str, device: str = "cpu") -> int:
+    """Smallest budget that trains, found by doing as each refusal says.
+
+    The first refusal knows the root only; a later one has seen loss and optimizer at work too.
+    """
+    budget = 1
+    for _ in range(4):
+        training = Training(task, device)
+        with belady.virtualize(training.models, budget, policy=policy):
+            try:
+                training.run(step, range(4))
+            except InfeasibleBudgetError as error:
+                assert error.smallest_bytes > budget
+                budget = error.smallest_bytes
+            else:
+                return budget
+    raise AssertionError(f"{budget} bytes, the last figure named, were refused as well")
 
 
 # -- ways to write an iteration ------------------------------------------------------------------

@@ -102,9 +102,7 @@ class Conductor:
         self._kinds: dict[Key, Kind] = {}
         self._persistent: set[int] = set()
         tiers = tuple(t for t in (Tier.HOST, Tier.DISK) if hardware.capacity(t) > 0)
-        self.floor = Immediate(
-            leaving(carrier), tiers or (Tier.DISK,), self._persistent, MIN_BYTES
-        )
+        self.floor = Immediate(leaving(carrier), tiers or (Tier.DISK,), self._persistent, MIN_BYTES)
         self.latest: Kind | None = None
 
     def start(self, key: Key) -> Iteration:
@@ -246,9 +244,7 @@ class Conductor:
     def _best_plan(self, trace: Trace) -> Plan:
         policy = self.policy
         try:
-            return make_plan(
-                policy.name, trace, self.hardware, policy.budget, exact=policy.exact
-            )
+            return make_plan(policy.name, trace, self.hardware, policy.budget, exact=policy.exact)
         except InfeasibleBudgetError as error:
             if policy.name != "auto":
                 raise

@@ -24,13 +24,14 @@ from belady.memory.carrier import Carrier
 
 
 class _Entry(NamedTuple):
-    """What the plan expects of one save."""
+    """What the plan expects of one save; ``last`` of those at its boundary, or not."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     boundary: int
+    last: bool
     read: int
     value: int
     decision: Offload | Encode | None
@@ -112,7 +113,8 @@ class Planned:
             return _PlannedKept(tensor, -1)
         handle = self._managed(tensor, entry) if entry.decision is not None else None
         if self._cursor < len(self._actions):
-            self._advance(entry.boundary)
+            # What is due at a boundary waits for all that is saved there.
+            self._advance(entry.boundary if entry.last else entry.boundary - 1)
         return handle if handle is not None else _PlannedKept(tensor, entry.read)
 
     def unpack(self, handle: Any) -> torch.Tensor:
@@ -215,13 +217,14 @@ def _matches(tensor: torch.Tensor, entry: _Entry) -> bool:
     )
 
 
-def _entry(save: Save, value: int, decision: Any) -> _Entry:
+def _entry(save: Save, last: bool, value: int, decision: Any) -> _Entry:
     return _Entry(
         save.shape,
         save.stride,
         save.offset,
         getattr(torch, save.dtype),
         save.packed,
+        last,
         min(save.reads, default=-1),
         value,
         decision,
@@ -231,9 +234,15 @@ def _entry(save: Save, value: int, decision: Any) -> _Entry:
 def _tables(trace: Trace, plan: Plan) -> list[dict[int, _Entry]]:
     tables: list[dict[int, _Entry]] = [{} for _ in trace.roots]
     decisions = plan.decisions
+    last: dict[int, tuple[int, int]] = {}
+    for value in trace.values:
+        for save in value.saves:
+            name = (save.pass_index, save.ordinal)
+            last[save.packed] = max(last.get(save.packed, name), name)
     for index, value in enumerate(trace.values):
         for save in value.saves:
-            entry = _entry(save, index, decisions.get(index))
+            is_last = last[save.packed] == (save.pass_index, save.ordinal)
+            entry = _entry(save, is_last, index, decisions.get(index))
             tables[save.pass_index][save.ordinal] = entry
     return tables
 
@@ -249,4 +258,3 @@ def _actions(trace: Trace, plan: Plan) -> list[_Action]:
                 _Action(back, _IN, value),
             ]
     return sorted(actions)
-

@@ -9,9 +9,11 @@ from typing import Protocol
 import torch
 
 # A kernel that only spins. Long enough for the host to issue the bracketed op meanwhile, so that
-# the two events enclose kernels alone and no launch gap: 8e4 cycles are 40 µs at 2 GHz. Longer
-# would let the host run ahead until the launch queue is full and then count its waiting as work.
-_SPIN_CYCLES = 80_000
+# the two events enclose kernels alone and no launch gap: 1e5 cycles are 50 µs at 2 GHz.
+_SPIN_CYCLES = 100_000
+# The host runs ahead of spins and copies until the launch queue (1,024 entries) is full; then it
+# would count its waiting as work. So it waits here, where nothing is counted, every so many ops.
+_OPS_AHEAD = 64
 
 
 class Clock(Protocol):
@@ -75,6 +77,8 @@ class CudaClock:
 
     def start(self) -> None:
         """Put a spin and an event in the current stream and reset the allocator's peak."""
+        if len(self._events) % _OPS_AHEAD == 0:
+            torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._events.append((begun, ended))

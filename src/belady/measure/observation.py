@@ -42,13 +42,11 @@ class Observation:
         self._modules = list(modules)
         self._paths = ExitStack()
         self._held_before = _allocated(device)
-        self._multithreaded = torch.autograd.is_multithreading_enabled()
         self._attached = False
 
     def start(self) -> None:
-        """Begin to watch this thread. Backward is kept on it meanwhile."""
+        """Begin to watch this thread; autograd carries the mode to the threads of backward."""
         self._adopt_state()
-        torch._C._set_multithreading_enabled(False)
         self.recorder.__enter__()
         self._attached = True
 
@@ -74,7 +72,6 @@ class Observation:
             return
         self._attached = False
         self._paths.close()
-        torch._C._set_multithreading_enabled(self._multithreaded)
         above = []
         while self.recorder in (stack := _get_current_dispatch_mode_stack()):
             if stack[-1] is self.recorder:

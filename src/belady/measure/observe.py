@@ -77,7 +77,7 @@ def assemble(
         tuple(storages),
         values,
         tuple(sorted(anchors)),
-        (("torch", torch.__version__),),
+        (("torch", str(torch.__version__)),),
     )
 
 
@@ -111,13 +111,13 @@ def _ops(recorder: Recorder, first: dict[int, int]) -> list[Op]:
     for raw, (seconds, workspace) in zip(recorder.ops, timings, strict=True):
         forward = first.get(raw.sequence) if raw.phase is Phase.BACKWARD else None
         origin = raw if forward is None else recorder.ops[forward]
-        ops.append(_op(raw, origin, (forward, max(raw.host_seconds - bias, 0.0)), (seconds, workspace)))
+        ops.append(
+            _op(raw, origin, (forward, max(raw.host_seconds - bias, 0.0)), (seconds, workspace))
+        )
     return ops
 
 
-def _op(
-    raw: RawOp, origin: RawOp, issue: tuple[int | None, float], run: tuple[float, int]
-) -> Op:
+def _op(raw: RawOp, origin: RawOp, issue: tuple[int | None, float], run: tuple[float, int]) -> Op:
     forward, host_seconds = issue
     seconds, workspace = run
     return Op(

@@ -284,9 +284,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         index = len(self.storages)
         self.values.append(RawValue(index, 0, producer))
         value = len(self.values) - 1
-        self.storages.append(
-            RawStorage(str(tensor.device), storage.nbytes(), kind, value=value)
-        )
+        self.storages.append(RawStorage(str(tensor.device), storage.nbytes(), kind, value=value))
         self._watch(storage, index, birth=max(producer, 0))
         return value
 

@@ -20,6 +20,9 @@ from belady.memory.tickets import Extent, Ticket
 SMALLEST_GROWTH = 2 * 2**20
 LARGEST_GROWTH = 256 * 2**20
 
+# Writes or reads the bytes of one part, given its offset in the file and its place in memory.
+Work = Callable[[int, slice, Bytes], None]
+
 
 def _crc(data: Bytes) -> int:
     return zlib.crc32(data.data)
@@ -126,9 +129,9 @@ class DiskStore:
         self._check_usable()
         source = _array(data)
         it = extent if extent is not None else self.allocate(source.size)
-        ticket = it.written = Ticket("writing", it, len(it.chunks()))
+        ticket = it.written = Ticket("writing", it, len(it.chunks()), source)
 
-        def work(offset: int, part: slice) -> None:
+        def work(offset: int, part: slice, source: Bytes) -> None:
             it.sums[offset] = self._sum(source[part])
             self._file.write(offset, source[part])
 
@@ -150,11 +153,11 @@ class DiskStore:
         written = extent.written
         if target.size != extent.nbytes or written is None:
             raise ValueError(f"{extent.describe()} cannot be read into {target.size} bytes")
-        ticket = Ticket("reading", extent, len(extent.chunks()))
+        ticket = Ticket("reading", extent, len(extent.chunks()), target)
         with self._lock:
             extent.reads = [*(read for read in extent.reads if not read.ended), ticket]
 
-        def work(offset: int, part: slice) -> None:
+        def work(offset: int, part: slice, target: Bytes) -> None:
             # No deadlock: the parts of the write were queued before, so they are running.
             written.settle()
             if written.error is not None:
@@ -218,7 +221,7 @@ class DiskStore:
         self._extents.give(self._file_bytes, wanted)
         self._file_bytes += wanted
 
-    def _start(self, ticket: Ticket, work: Callable[[int, slice], None]) -> None:
+    def _start(self, ticket: Ticket, work: Work) -> None:
         for offset, part in ticket.extent.chunks():
             try:
                 self._pool.submit(_run, ticket, work, offset, part)
@@ -226,10 +229,12 @@ class DiskStore:
                 ticket.end_part(error)
 
 
-def _run(ticket: Ticket, work: Callable[[int, slice], None], offset: int, part: slice) -> None:
+def _run(ticket: Ticket, work: Work, offset: int, part: slice) -> None:
     error: BaseException | None = None
     try:
-        work(offset, part)
+        # The ticket alone holds the bytes, and lets go of them before a waiter goes on: memory
+        # that a worker would let go of a moment later would die at another op in every iteration.
+        work(offset, part, ticket.data)
     except BaseException as raised:  # whatever it is, the waiter must hear of it
         error = raised
     ticket.end_part(error)

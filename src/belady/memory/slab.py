@@ -8,6 +8,7 @@ threads and then registered (0.055 s per GiB), from which blocks are cut in whol
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -85,7 +86,7 @@ class HostArena:
         self.used_bytes = 0
         self.peak_bytes = 0
         # Memory that is unmapped while it is registered poisons the address for CUDA.
-        weakref.finalize(self, _unpin_all, self._pages, self._slabs).atexit = False
+        weakref.finalize(self, _drop, self._pages, self._slabs, os.getpid()).atexit = False
 
     def alloc(self, nbytes: int) -> Block:
         """Take a block of ``nbytes`` bytes (held in whole pages).
@@ -191,6 +192,12 @@ class HostArena:
             self._slabs.remove(slab)
             self.slab_bytes -= slab.nbytes
             _unpin_all(self._pages, [slab])
+
+
+def _drop(pages: Pages, slabs: list[_Slab], process: int) -> None:
+    """Unpin for an arena that died unclosed; a forked child has no CUDA to tell."""
+    if os.getpid() == process:
+        _unpin_all(pages, slabs)
 
 
 def _unpin_all(pages: Pages, slabs: list[_Slab]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from belady.errors import SpillError
 from belady.memory.extents import Range
@@ -19,12 +20,15 @@ class Ticket:
     ----------
     extent
         What is read or written.
+    data
+        The bytes in memory; None once all parts have ended.
     error
         The first thing that went wrong in a part that has ended.
     """
 
-    def __init__(self, what: str, extent: Extent, parts: int) -> None:
+    def __init__(self, what: str, extent: Extent, parts: int, data: Any = None) -> None:
         self.extent = extent
+        self.data = data
         self.error: BaseException | None = None
         self._what = what
         self._left = parts
@@ -32,6 +36,7 @@ class Ticket:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         if parts == 0:
+            self.data = None
             self._ended.set()
 
     @property
@@ -73,6 +78,7 @@ class Ticket:
             self.error = self.error or error
             if self._left:
                 return
+        self.data = None
         try:
             for callback in self._callbacks:
                 callback()

@@ -20,8 +20,8 @@ _CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, FLOOR)
 class Auto:
     """`Baseline` when it fits; else the fastest of vDNN's policies and `Floor` that does.
 
-    Of equally fast plans the one that changes no numerics is taken. The plan bears the name of
-    the policy chosen, e.g. ``"auto:vdnn_conv/1"``, and its reasons.
+    Settings that can change a bit are used only if they fit more or take less time. The plan bears
+    the name of the policy chosen, e.g. ``"auto:vdnn_conv/1"``, and its reasons.
     """
 
     name: str = "auto"
@@ -32,22 +32,29 @@ class Auto:
     ) -> Plan:
         """See `belady.planners.base.Planner`."""
         refusals: list[InfeasibleBudgetError] = []
-        try:
-            return self._named(BASELINE(trace, hardware, budget, exact=exact))
-        except InfeasibleBudgetError as error:
-            refusals.append(error)
-        plans: list[Plan] = []
-        for planner in _CANDIDATES:
+
+        def attempt(planner: Planner, exact: bool) -> Plan | None:
             try:
-                plans.append(planner(trace, hardware, budget, exact=exact))
+                return planner(trace, hardware, budget, exact=exact)
             except InfeasibleBudgetError as error:
                 refusals.append(error)
+                return None
+
+        plans: list[tuple[Plan, Planner]] = []
+        for planners in ((BASELINE,), _CANDIDATES):
+            made = [(attempt(planner, exact), planner) for planner in planners if not plans]
+            plans += [(plan, planner) for plan, planner in made if plan is not None]
         if not plans:
             raise min(refusals, key=lambda refusal: refusal.smallest_bytes)
-        return self._named(min(plans, key=lambda it: (it.predicted_seconds, bool(it.numerics))))
+        best, planner = min(plans, key=_seconds)
+        same = attempt(planner, exact=True) if best.numerics else None
+        if same is not None and same.predicted_seconds <= best.predicted_seconds:
+            best = same
+        return replace(best, planner=f"{self.name}:{best.planner}")
 
-    def _named(self, plan: Plan) -> Plan:
-        return replace(plan, planner=f"{self.name}:{plan.planner}")
+
+def _seconds(candidate: tuple[Plan, Planner]) -> float:
+    return candidate[0].predicted_seconds
 
 
 AUTO = Auto()

@@ -88,24 +88,30 @@ def fits(case: Case, draft: Draft) -> bool:
     return check(case.trace, case.hardware, assemble(case, draft), case.budget).ok
 
 
-def finish(case: Case, draft: Draft) -> Plan:
-    """Judge a draft and predict its peak and seconds.
+def attempt(case: Case, draft: Draft) -> Plan | None:
+    """Plan with its peak and seconds predicted, or None if the draft may not run."""
+    plan = assemble(case, draft)
+    verdict = check(case.trace, case.hardware, plan, case.budget)
+    if not verdict.ok:
+        return None
+    seconds = simulate(case.trace, case.hardware, plan).seconds
+    return replace(plan, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=seconds)
 
-    A draft that may not fit must be what the policy does with the least memory: its own peak is
-    named as the smallest feasible budget.
+
+def finish(case: Case, draft: Draft) -> Plan:
+    """Like `attempt` for the last resort of a policy: what it does with the least memory.
 
     Raises
     ------
     InfeasibleBudgetError
-        If the device peak does not fit the budget.
+        If the device peak does not fit the budget; that peak makes the smallest feasible budget.
     """
-    plan = assemble(case, draft)
-    verdict = check(case.trace, case.hardware, plan, case.budget)
-    if not verdict.ok:
-        smallest = case.hardware.allocator.budget_for(verdict.peak_bytes)
-        require(case.trace, case.hardware, plan, smallest)
-    seconds = simulate(case.trace, case.hardware, plan).seconds
-    return replace(plan, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=seconds)
+    made = attempt(case, draft)
+    if made is None:
+        made = assemble(case, draft)
+        peak = check(case.trace, case.hardware, made, case.budget).peak_bytes
+        require(case.trace, case.hardware, made, case.hardware.allocator.budget_for(peak))
+    return made
 
 
 def _assignment(draft: Draft, index: int, could: set[int]) -> Assignment:

@@ -83,8 +83,8 @@ def place(trace: Trace, index: int, tier: Tier, schedule: Schedule) -> Offload |
     out = next_anchor(trace, max(schedule.copy_out_after + 1, value.first_save))
     free = max(out, next_anchor(trace, schedule.free_at))
     gone = max(free, released)
+    back = min(next_anchor(trace, schedule.copy_in_at), ready)
     # Brought back before the original bytes are gone, the value would be held twice.
-    back = min(next_anchor(trace, max(schedule.copy_in_at, gone)), ready)
     if gone >= back:
         return None
     return Offload(tier, out - 1, free, back, ready)

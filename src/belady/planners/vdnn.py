@@ -61,7 +61,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.residency import curve
 from belady.ir.trace import Trace
-from belady.planners.base import Draft, assemble, finish, fits
+from belady.planners.base import Draft, assemble, attempt, finish, fits
 from belady.planners.moves import Case, Schedule, offloads, read_by, select, tier_for
 from belady.planners.vdnn_layers import Kind, LayerInput, kind_of, layer_input, prefetches
 from belady.planners.workspace import fastest, fastest_that_fit, leanest
@@ -92,7 +92,7 @@ class VdnnStatic:
         draft = offload_inputs(case, f"{self.name}/{self.version}", self.kinds)
         fast = replace(draft, algorithms=fastest(case))
         lean = replace(draft, algorithms=leanest(case))
-        return finish(case, fast if fits(case, fast) else lean)
+        return attempt(case, fast) or finish(case, lean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,11 @@ class VdnnDyn:
         planner = f"{self.name}/{self.version}"
         everything = offload_inputs(case, planner, ALL)
         least = replace(everything, algorithms=leanest(case))
+        # What does not fit here fits on no step: the rest would be tried in vain.
         if not fits(case, least):
             return finish(case, least)
-        trials = (trial for trial in _trials(case, everything) if fits(case, trial))
-        return finish(case, next(trials, least))
+        made = (attempt(case, trial) for trial in _trials(case, everything))
+        return next(filter(None, made), None) or finish(case, least)
 
 
 VDNN_ALL = VdnnStatic("vdnn_all", ALL)

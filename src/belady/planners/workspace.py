@@ -42,7 +42,7 @@ def fastest_that_fit(case: Case, others: Sequence[int]) -> Algorithms:
     """Every op by the fastest algorithm that leaves its moment within the budget.
 
     Where none does, by the one with least workspace. As execution knows one setting for the
-    whole phase, a single op that is not at its fastest makes that MEMORY.
+    whole phase, that is MEMORY: no op then takes more than planned.
 
     Parameters
     ----------
@@ -62,8 +62,6 @@ def fastest_that_fit(case: Case, others: Sequence[int]) -> Algorithms:
                 <= limit
             )
             by_op.append((index, next(room, _least(op)).name))
-    if tuple(by_op) == fastest(case).by_op:
-        return fastest(case)
     return Algorithms(Workspace.MEMORY, tuple(by_op))
 
 

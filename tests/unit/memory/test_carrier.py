@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -178,6 +179,33 @@ def test_reused_block_waits_for_the_copy_that_reads_it() -> None:
     arrival.wait()
     assert torch.equal(arrival.tensor, first)
     assert torch.equal(brought(other), second)
+    carrier.close()
+    lanes.shut()
+
+
+def test_source_lives_until_it_is_sent() -> None:
+    carrier = Carrier("cpu")
+    source = random_bytes(10)
+    alive = weakref.ref(source)
+    parcel = carrier.send(source, Tier.HOST)
+    del source
+    assert alive() is not None
+    parcel.wait_sent()
+    assert alive() is None
+    carrier.close()
+
+
+@pytest.mark.parametrize("tier", BELOW)
+def test_release_frees_the_source_only_after_its_copy(tier: Tier) -> None:
+    lanes = ThreadLanes()
+    carrier = CarrierUnderTest("cpu", lanes=lanes, host_budget=MIB)
+    lanes.held[Lane.COPY_OUT].clear()
+    parcel = carrier.send(random_bytes(10), tier)
+    parcel.release()
+    assert not lanes.issued[-1].event.is_set()
+    threading.Timer(0.02, lanes.held[Lane.COPY_OUT].set).start()
+    carrier.sweep()
+    assert lanes.issued[-1].event.is_set()
     carrier.close()
     lanes.shut()
 

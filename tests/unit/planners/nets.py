@@ -62,7 +62,8 @@ def net(
         ops[i] = replace(ops[i], name=ATEN[name])
         # The builder knows alternatives of forward ops alone.
         back = len(ops) - 1 - i
-        ops[back] = replace(ops[back], algorithms=ops[i].algorithms)
+        slower = [replace(a, device_seconds=2 * a.device_seconds) for a in ops[i].algorithms]
+        ops[back] = replace(ops[back], algorithms=tuple(slower))
     return replace(trace, ops=tuple(ops))
 
 

@@ -118,6 +118,9 @@ def test_cpu_has_disk_alone() -> None:
     trace = net(CHAIN, device="cpu")
     made = plan("floor", trace, cpu(), PLENTY)
     assert {it.tier for it in made.decisions.values() if isinstance(it, Offload)} == {Tier.DISK}
+    # Even where the profile knows of pinned memory, since that is the same RAM.
+    tiers = tier_for(Case(trace, gpu(disk=True), PLENTY), movable(trace))
+    assert set(tiers.values()) == {Tier.DISK}
 
 
 def test_without_room_everything_stays_and_the_plan_says_so() -> None:
@@ -160,6 +163,29 @@ def test_a_value_that_would_be_back_at_once_is_kept() -> None:
     tiers = dict.fromkeys(values, Tier.HOST)
     wishes = {value: Schedule(0, 3, 3 if value == values[0] else 8) for value in values}
     assert set(offloads(trace, tiers, wishes)) == set(values[1:])
+
+
+def test_a_value_stays_if_another_of_its_storage_would_be_back_at_once() -> None:
+    trace = net(CHAIN)
+    value = written_by(trace, 1)
+    both = with_older_version(trace, value, reads=())
+    older = len(both.values) - 1
+    tiers = dict.fromkeys((value, older), Tier.HOST)
+    wishes = {value: Schedule(1, 3, 6), older: Schedule(1, 3, 6)}
+    assert set(offloads(both, tiers, wishes)) == {value, older}
+    assert offloads(both, tiers, wishes | {older: Schedule(1, 3, 3)}) == {}
+
+
+def test_room_is_free_again_when_a_value_is_dropped() -> None:
+    trace = net(CHAIN)
+    first, second, _ = movable(trace)
+    it = trace.values[first]
+    # The first is read and dropped just when the second is saved, as in an earlier pass.
+    until = trace.values[second].first_save
+    values = list(trace.values)
+    values[first] = replace(it, saves=(replace(it.saves[0], reads=(until,), dropped=until),))
+    case = Case(replace(trace, values=tuple(values)), gpu(), Budget(1 << 40, host_bytes=MIB))
+    assert tier_for(case, (first, second)) == {first: Tier.HOST, second: Tier.HOST}
 
 
 def test_floor_holds_values_only_where_they_are_used() -> None:

@@ -54,6 +54,19 @@ def test_without_forward_op_backward_begins_at_first_read_of_what_a_layer_saved(
         assert made.decisions == plan(policy, trace, gpu(), PLENTY).decisions
 
 
+def test_backward_of_a_layer_that_saved_nothing_is_found_by_forward_op() -> None:
+    trace = net("conv norm norm cat")
+    assert moves(trace, plan("vdnn_all", trace, gpu(), PLENTY)) == {
+        0: (1, 2, 5, 6),
+        1: (2, 3, 4, 5),
+    }
+    blind = replace(trace, ops=tuple(replace(op, forward_op=None) for op in trace.ops))
+    assert moves(blind, plan("vdnn_all", blind, gpu(), PLENTY)) == {
+        0: (1, 2, 5, 6),
+        1: (2, 3, 5, 5),  # nobody's backward is known to come before: fetched when read
+    }
+
+
 def test_fork_offloads_under_last_consumer_even_if_that_saves_nothing() -> None:
     # 18 ops. relu 2's output feeds conv 3 and, past norm 4, the join 5.
     trace = net(RESNET)
