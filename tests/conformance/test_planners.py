@@ -51,7 +51,9 @@ def check_plan(trace: Trace, hardware: HardwareProfile, made: Plan, budget: Budg
     assert made.budget == budget
     assert made.predicted_peak_bytes == verdict.peak_bytes
     assert made.predicted_seconds == simulate(trace, hardware, made).seconds
-    assert [a.value for a in made.assignments] == list(trace.saved)
+    assert sorted(a.value for a in made.assignments) == list(trace.saved)
+    reads = [read_by(trace.values[a.value]) for a in made.assignments]
+    assert reads == sorted(reads)
     assert all(a.reason for a in made.assignments)
     assert bool(made.numerics) == (made.workspace is not Workspace.UNCHANGED)
 

@@ -129,19 +129,20 @@ class Inception(nn.Module):
 class TiedAndFrozen(nn.Module):
     """One layer called twice, one frozen, an expanded mask, and a buffer outside the state."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.enter = nn.Linear(3 * 16 * 16, width)
+        self.enter = nn.Linear(16, width)
         self.shared = nn.Linear(width, width)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, width), persistent=False)
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.shared(F.elu(self.enter(x.flatten(1)), inplace=True)))
+        x = torch.tanh(self.shared(F.elu(self.enter(x.flatten(1, 2)), inplace=True)))
         mask = (x > 0).any(0, keepdim=True).expand_as(x)
         x = torch.where(mask, x, 0.5 * x) * self.scale
-        return self.head(self.frozen(F.gelu(self.shared(x))).t().contiguous().t())
+        x = self.frozen(F.gelu(self.shared(x))).mT.contiguous().mT
+        return self.head(x.square().mean(1))
 
 
 class Checkpointed(nn.Module):
@@ -165,16 +166,20 @@ class Checkpointed(nn.Module):
 
 
 class Generator(nn.Sequential):
+    """From noise to sequences of 24 points."""
+
     def __init__(self) -> None:
         super().__init__(
-            nn.Linear(16, 128), nn.BatchNorm1d(128), nn.LeakyReLU(0.2), nn.Linear(128, 256), nn.Tanh()
+            nn.Linear(8, 32), nn.BatchNorm1d(24), nn.LeakyReLU(0.2), nn.Linear(32, 16), nn.Tanh()
         )
 
 
 class Critic(nn.Sequential):
+    """A verdict on each point."""
+
     def __init__(self) -> None:
         super().__init__(
-            nn.Linear(256, 128), nn.LeakyReLU(0.2, inplace=True), nn.Dropout(0.2), nn.Linear(128, 1)
+            nn.Linear(16, 32), nn.LeakyReLU(0.2, inplace=True), nn.Dropout(0.2), nn.Linear(32, 1)
         )
 
 
@@ -204,16 +209,17 @@ def _images(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return images, torch.randint(CLASSES, (size,), generator=generator)
 
 
-def _tokens(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCABULARY, (size, 17), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
+def _tokens(length: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
+    def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(VOCABULARY, (size, length + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return batch
 
 
 def _noise(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(size, 16, generator=generator),
-        torch.randn(size, 256, generator=generator).tanh(),
-    )
+    noise = torch.randn(size, 24, 8, generator=generator)
+    return noise, torch.randn(size, 24, 16, generator=generator).tanh()
 
 
 def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -221,8 +227,8 @@ def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 CNN = Task("cnn", lambda: [ResidualCNN()], _images)
-GPT = Task("gpt", lambda: [SmallGPT()], _tokens, _token_loss)
-LSTM = Task("lstm", lambda: [Recurrent()], _tokens, _token_loss)
+GPT = Task("gpt", lambda: [SmallGPT()], _tokens(16), _token_loss)
+LSTM = Task("lstm", lambda: [Recurrent()], _tokens(6), _token_loss)
 INCEPTION = Task("inception", lambda: [Inception()], _images)
 TIED = Task("tied", lambda: [TiedAndFrozen()], _images)
 REENTRANT = Task("reentrant", lambda: [Checkpointed(True)], _images)

@@ -128,7 +128,7 @@ def adversarial(training: Training, index: int) -> list[Tensor]:
     noise, real = training.batch(index)
     fake = generator(noise)
     verdict = torch.cat([critic(real), critic(fake.detach())])
-    truth = torch.cat([torch.ones(SAMPLES, 1), torch.zeros(SAMPLES, 1)]).to(noise.device)
+    truth = torch.cat([torch.ones_like(verdict[:SAMPLES]), torch.zeros_like(verdict[SAMPLES:])])
     critic_loss = F.binary_cross_entropy_with_logits(verdict, truth)
     critic_loss.backward()
     training.optimizers[1].step()

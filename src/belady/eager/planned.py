@@ -38,10 +38,11 @@ class _Entry(NamedTuple):
 
 
 class _Action(NamedTuple):
-    """One thing to do to one value; sorts by boundary, and frees come before takes."""
+    """One thing to do to one value; sorts by boundary, step (frees before takes), plan order."""
 
     boundary: int
     step: int
+    order: int
     value: int
 
 
@@ -249,12 +250,12 @@ def _tables(trace: Trace, plan: Plan) -> list[dict[int, _Entry]]:
 
 def _actions(trace: Trace, plan: Plan) -> list[_Action]:
     actions = []
-    for value, decision in plan.decisions.items():
+    for order, (value, decision) in enumerate(plan.decisions.items()):
         if isinstance(decision, Offload):
             out, free, back = offload_boundaries(trace, decision)
             actions += [
-                _Action(out, _OUT, value),
-                _Action(free, _FREE, value),
-                _Action(back, _IN, value),
+                _Action(out, _OUT, order, value),
+                _Action(free, _FREE, order, value),
+                _Action(back, _IN, order, value),
             ]
     return sorted(actions)

@@ -87,6 +87,8 @@ class Allocator:
         peak = int((budget_bytes - self.margin_bytes) / (1 + self.margin_fraction))
         while self.budget_for(peak) > budget_bytes:
             peak -= 1
+        while self.budget_for(peak + 1) <= budget_bytes:
+            peak += 1
         return peak
 
 

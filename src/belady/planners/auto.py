@@ -11,14 +11,15 @@ from belady.ir.trace import Trace
 from belady.planners.base import Planner
 from belady.planners.baseline import BASELINE
 from belady.planners.floor import FLOOR
+from belady.planners.lifetime import LIFETIME
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 
-_CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, FLOOR)
+_CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, LIFETIME, FLOOR)
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """`Baseline` when it fits; else the fastest of vDNN's policies and `Floor` that does.
+    """`Baseline` when it fits; else the fastest of the other policies that does.
 
     Settings that can change a bit are used only if they fit more or take less time. The plan bears
     the name of the policy chosen, e.g. ``"auto:vdnn_conv/1"``, and its reasons.
@@ -37,7 +38,8 @@ class Auto:
             try:
                 return planner(trace, hardware, budget, exact=exact)
             except InfeasibleBudgetError as error:
-                refusals.append(error)
+                # A traceback keeps the frames of all callers, and with them the user's tensors.
+                refusals.append(error.with_traceback(None))
                 return None
 
         plans: list[tuple[Plan, Planner]] = []

@@ -10,7 +10,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check, require
 from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan
 from belady.ir.trace import Trace
-from belady.planners.moves import Case, movable
+from belady.planners.moves import Case, movable, read_by
 from belady.planners.workspace import UNCHANGED, Algorithms
 from belady.simulate.engine import simulate
 
@@ -70,13 +70,19 @@ class Draft:
 
 
 def assemble(case: Case, draft: Draft) -> Plan:
-    """Write the plan down: every saved value has a decision and a reason."""
+    """Write the plan down: every saved value has a decision and a reason.
+
+    Values stand in the order in which backward reads them: copies that are due at one boundary
+    are issued in the order of the plan.
+    """
+    trace = case.trace
+    order = sorted(trace.saved, key=lambda index: (read_by(trace.values[index]), index))
     could = set(movable(case.trace)) if draft.reasons else set(case.trace.saved)
     return Plan(
         trace=case.trace.fingerprint,
         planner=draft.planner,
         budget=case.budget,
-        assignments=tuple(_assignment(draft, index, could) for index in case.trace.saved),
+        assignments=tuple(_assignment(draft, index, could) for index in order),
         workspace=draft.algorithms.workspace,
         layer_algorithms=draft.algorithms.by_op,
         numerics=draft.algorithms.numerics,

@@ -27,15 +27,19 @@ class Floor:
     ) -> Plan:
         """See `belady.planners.base.Planner`; every plan of this policy is exact."""
         case = Case(trace, hardware, budget, exact)
+        return finish(case, self.draft(case))
+
+    def draft(self, case: Case) -> Draft:
+        """The choices before they are judged, for policies that start from the floor."""
+        trace = case.trace
         values = movable(trace)
         schedules = {index: _schedule(trace, index) for index in values}
-        draft = Draft(
+        return Draft(
             planner=f"{self.name}/{self.version}",
             kept="kept: it may not move",
             reasons=dict.fromkeys(schedules, "moved: the floor moves all that may move"),
             moves=offloads(trace, tier_for(case, values), schedules),
         )
-        return finish(case, draft)
 
 
 def _schedule(trace: Trace, index: int) -> Schedule:
