@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.modules.module as module_hooks
+import torch.optim.optimizer as optimizer_hooks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten_with_path, keystr
 
 import belady
@@ -276,3 +281,34 @@ def raising(model: nn.Module, error: type[BaseException], layer: int) -> Iterato
         yield
     finally:
         handle.remove()
+
+
+# -- what must be as it was found ----------------------------------------------------------------
+
+
+def footprint(modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """Everything that hooks into torch or the process, by name, as counts."""
+    hooks = {
+        f"{name} of {type(owner).__name__}": len(getattr(owner, name))
+        for owner in modules
+        for name in vars(owner)
+        if name.endswith("_hooks") or name.endswith("_hooks_with_kwargs")
+    }
+    return hooks | {
+        "global module hooks": len(module_hooks._global_forward_hooks)
+        + len(module_hooks._global_forward_pre_hooks)
+        + len(module_hooks._global_forward_hooks_always_called),
+        "global optimizer hooks": len(optimizer_hooks._global_optimizer_pre_hooks)
+        + len(optimizer_hooks._global_optimizer_post_hooks),
+        "dispatch modes": len(_get_current_dispatch_mode_stack()),
+        "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "backward on its own threads": torch.autograd.is_multithreading_enabled(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "files": sorted(_open_files()),
+    }
+
+
+def _open_files() -> Iterator[str]:
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own descriptor
+            yield os.readlink(f"/proc/self/fd/{name}")
