@@ -15,7 +15,8 @@ from torch.optim.optimizer import (
 )
 
 from belady._version import __version__
-from belady.eager.conductor import Conductor, Policy
+from belady.eager.conductor import Conductor
+from belady.eager.kinds import Policy
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, pass_key
 from belady.errors import BudgetError, InfeasibleBudgetError, TraceError

@@ -83,8 +83,9 @@ class Training:
 
 def raw(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as bytes, so that NaN equals itself and 0 is not −0."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    return plain.reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    dense = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
+    return dense.view(-1).view(torch.uint8)
 
 
 def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:

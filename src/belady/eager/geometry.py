@@ -37,7 +37,10 @@ class Geometry(NamedTuple):
 
     def on(self, content: torch.Tensor, skipped_bytes: int = 0) -> torch.Tensor:
         """Lay the tensor out on ``content``, the bytes of its storage from ``skipped_bytes`` on."""
-        offset = self.offset - skipped_bytes // self.dtype.itemsize
+        # The original bytes lie where they always did; those brought back have a storage of their
+        # own, which begins with them.
+        moved = content.storage_offset() - skipped_bytes
+        offset = self.offset + moved // self.dtype.itemsize
         with unseen(), below_autograd():
             tensor = torch.empty(0, dtype=self.dtype, device=content.device)
             tensor.set_(content.untyped_storage(), offset, self.shape, self.stride)

@@ -55,12 +55,16 @@ class Immediate:
         self._persistent = persistent
         self._min_bytes = min_bytes
         self._live: dict[tuple[int, int, int, int], weakref.ref[Moved | Packed]] = {}
-        self._pending: Moved | None = None
+        self._pending: list[Moved] = []
+        self._sequence = -1
         self.kept: Counter[str] = Counter()
 
     def pack(self, tensor: torch.Tensor) -> Saved | Kept:
         """Save ``tensor``: the pack hook."""
-        self.settle()
+        sequence = torch.autograd._get_sequence_nr()
+        if sequence != self._sequence:
+            self._sequence = sequence
+            self.settle()
         if reason := self._stays(tensor):
             self.kept[reason] += 1
             return Kept(tensor)
@@ -71,15 +75,16 @@ class Immediate:
         return Saved(tensor, content)
 
     def settle(self) -> None:
-        """Carry out the move that the last save asked for.
+        """Carry out the moves that the op before asked for.
 
-        A save comes just before the op that needs it, and some ops (rrelu) write what they have
-        saved, so a copy is issued one event later, when that op has been issued too.
+        What an op needs is saved before it runs, and some ops (rrelu) write what they have saved.
+        So copies are issued when the next op saves something: every op that saves has an autograd
+        node, and each node takes a number of its own.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._send(pending)
-            pending.free()
+        while self._pending:
+            content = self._pending.pop(0)
+            self._send(content)
+            content.free()
 
     def _send(self, content: Moved) -> None:
         for tier in self._tiers[:-1]:
@@ -116,7 +121,7 @@ class Immediate:
             live = self._live
             live[key] = weakref.ref(content, lambda ref: _forget(live, key, ref))
             if isinstance(content, Moved):
-                self._pending = content
+                self._pending.append(content)
         return content
 
 

@@ -44,9 +44,9 @@ class save_on:  # noqa: N801  (named like the context managers of torch.autograd
     -----
     Unlike `torch.autograd.graph.save_on_cpu`, strides, conjugate and negative bits come back as
     they were, a storage saved several times moves once, parameters stay, and a saved tensor that
-    is changed in place later raises in backward as in plain autograd. The copy is issued one save
-    later than the save, and what is copied is the storage, so memory that other tensors still hold
-    is not freed by it.
+    is changed in place later raises in backward as in plain autograd. The copy is issued when the
+    next operator saves something, and what is copied is the storage, so memory that other tensors
+    still hold is not freed by it.
 
     Examples
     --------

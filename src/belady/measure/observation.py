@@ -136,21 +136,21 @@ def watched(
     ordinals: dict[int, int] = {}
 
     def pack_and_tell(tensor: torch.Tensor) -> Any:
-        index = recorder.pass_index
-        ordinal = ordinals.get(index, 0)
-        ordinals[index] = ordinal + 1
-        save = recorder.packed(tensor, index, ordinal)
         with recorder.aside():
+            index = recorder.pass_index
+            ordinal = ordinals.get(index, 0)
+            ordinals[index] = ordinal + 1
+            save = recorder.packed(tensor, index, ordinal)
             handle = pack(tensor)
             # A content dies with its handles, so an address in use names one content.
             recorder.contents[id(getattr(handle, "content", handle))] = save
         return Watched(handle, save, recorder)
 
     def unpack_and_tell(watched: Watched) -> torch.Tensor:
-        recorder.read(watched.save)
         with recorder.aside():
+            recorder.read(watched.save)
             tensor = unpack(watched.handle)
-        recorder.reloaded(watched.save, tensor)
+            recorder.reloaded(watched.save, tensor)
         return tensor
 
     return pack_and_tell, unpack_and_tell

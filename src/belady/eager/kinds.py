@@ -1,0 +1,207 @@
+"""One kind of iteration: how far belady has come with it, and how a plan is made and corrected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import torch
+
+from belady.eager.key import Key
+from belady.eager.planned import Planned
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.legality import check
+from belady.ir.plan import Budget, Plan
+from belady.ir.timeline import Measured
+from belady.ir.trace import Trace
+from belady.measure.monitor import Sample, summarize
+from belady.memory.carrier import Carrier
+from belady.planners import plan as make_plan
+
+# Iterations measured under a new plan, after one that only settles the allocator.
+_VERIFIED = 2
+_REPLANS = 3
+
+
+class Stage(StrEnum):
+    """How far a kind of iteration has come."""
+
+    WARM = "warm-up"
+    TIMED = "observed"
+    SETTLING = "first planned"
+    VERIFYING = "verified"
+    STEADY = "steady"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user asked for."""
+
+    name: str
+    budget: Budget
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan, the machine as it was taken to be, and what was measured under it."""
+
+    plan: Plan
+    hardware: HardwareProfile
+    measured: Measured | None = None
+
+
+@dataclass
+class Kind:
+    """One kind of iteration and what is known of it.
+
+    Attributes
+    ----------
+    passes
+        Keys of its passes, in order.
+    current
+        The plan in force; None while it is observed.
+    tried
+        Plans that were measured.
+    peak_bytes
+        Device peak of a watched iteration under the plan, where no allocator counts it.
+    deviations
+        Iterations in a row whose passes were others.
+    """
+
+    stage: Stage = Stage.WARM
+    passes: tuple[Key, ...] = ()
+    trace: Trace | None = None
+    current: Trial | None = None
+    engine: Planned | None = None
+    tried: list[Trial] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    peak_bytes: int = 0
+    deviations: int = 0
+
+    def observe_again(self) -> None:
+        """Forget plan and trace: the program has changed."""
+        self.stage, self.current, self.engine, self.deviations = Stage.WARM, None, None, 0
+        self.tried = []
+
+
+class Planning:
+    """Plans a kind of iteration, and corrects the plan by what was measured under it.
+
+    Parameters
+    ----------
+    persistent
+        Addresses of parameters and buffers, kept up to date by the owner.
+
+    Attributes
+    ----------
+    notes
+        What a user should know of corrections, one sentence each.
+    """
+
+    def __init__(
+        self, policy: Policy, hardware: HardwareProfile, carrier: Carrier, persistent: set[int]
+    ) -> None:
+        self.policy = policy
+        self.notes: list[str] = []
+        self._hardware = hardware
+        self._carrier = carrier
+        self._persistent = persistent
+
+    def plan(self, kind: Kind, trace: Trace) -> None:
+        """Make the first plan.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan of the policy fits.
+        """
+        kind.trace = trace
+        self._put_in_force(kind, trace, self._first(trace))
+
+    def iteration_ended(self, kind: Kind, sample: Sample, peak_bytes: int) -> None:
+        """An iteration under the plan ended; ``peak_bytes`` is 0 unless it was watched."""
+        kind.peak_bytes = max(kind.peak_bytes, peak_bytes)
+        if kind.stage is Stage.SETTLING:
+            kind.stage = Stage.VERIFYING
+        elif kind.stage is Stage.VERIFYING:
+            kind.samples.append(sample)
+            if len(kind.samples) == _VERIFIED:
+                self._verify(kind)
+
+    def _verify(self, kind: Kind) -> None:
+        """Keep the plan, or try one that leaves the allocator more room.
+
+        Memory is exact in bytes allocated. What the allocator reserves beyond them depends on how
+        blocks fit; where that is more than the margin it flushes its cache, which costs time. Of
+        the plans tried, the one measured fastest stays.
+        """
+        if kind.current is None or kind.trace is None:
+            return
+        defaults = kind.engine.defaults if kind.engine is not None else {}
+        measured = summarize(kind.samples, kind.peak_bytes, tuple(sorted(defaults.items())))
+        kind.current = replace(kind.current, measured=measured)
+        kind.tried.append(kind.current)
+        kind.stage = Stage.STEADY
+        wider = None
+        if measured.allocation_retries and len(kind.tried) <= _REPLANS:
+            wider = self._wider(kind.trace, kind.current)
+        if wider is not None:
+            self._put_in_force(kind, kind.trace, wider)
+            return
+        fastest = min(kind.tried, key=lambda trial: trial.measured.seconds if trial.measured else 0)
+        if fastest is not kind.current:
+            self._put_in_force(kind, kind.trace, fastest)
+            kind.stage = Stage.STEADY
+
+    def _wider(self, trace: Trace, trial: Trial) -> Trial | None:
+        """The policy's plan with more margin; None if there is none or it is the same."""
+        allocator = trial.hardware.allocator
+        fraction = allocator.margin_fraction * 1.5 + 0.02
+        hardware = replace(
+            trial.hardware, allocator=replace(allocator, margin_fraction=fraction)
+        )
+        try:
+            plan = self._make(trace, hardware)
+        except InfeasibleBudgetError:
+            return None
+        if plan.decisions == trial.plan.decisions:
+            return None
+        self.notes.append(
+            f"under a margin of {allocator.margin_fraction:.0%} the allocator had to flush its "
+            f"cache: tried {fraction:.0%}"
+        )
+        return Trial(plan, hardware)
+
+    def _first(self, trace: Trace) -> Trial:
+        try:
+            return Trial(self._make(trace, self._hardware), self._hardware)
+        except InfeasibleBudgetError as error:
+            if self.policy.name != "auto":
+                raise
+            # The floor has just run within the cap, so it can go on without the stated margin.
+            bare = replace(self._hardware.allocator, margin_fraction=0.0, margin_bytes=0)
+            hardware = replace(self._hardware, allocator=bare)
+            try:
+                plan = make_plan("floor", trace, hardware, self.policy.budget)
+            except InfeasibleBudgetError:
+                raise error from None
+            self.notes.append(f"the budget leaves no margin: {error}")
+            return Trial(plan, hardware)
+
+    def _make(self, trace: Trace, hardware: HardwareProfile) -> Plan:
+        policy = self.policy
+        return make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+
+    def _put_in_force(self, kind: Kind, trace: Trace, trial: Trial) -> None:
+        verdict = check(trace, trial.hardware, trial.plan, trial.plan.budget)
+        kind.current, kind.engine = trial, None
+        if not trial.plan.moves_nothing:
+            self._carrier.reserve(verdict.host_bytes)
+            kind.engine = Planned(trace, trial.plan, self._carrier, self._persistent)
+        kind.samples, kind.peak_bytes = [], 0
+        kind.stage = Stage.SETTLING
+        if self._carrier.device.type == "cuda":
+            # Blocks cut for the plan before would fragment this one's memory.
+            torch.cuda.empty_cache()

@@ -1,0 +1,112 @@
+"""`save_on` changes no gradient of any operator that PyTorch knows, and hides no error.
+
+Operators and samples come from PyTorch's own database. Without options a slice is run:
+every `STRIDE`-th operator and the ones of `CHOSEN`, a few samples each. All of it, with every sample::
+
+    pytest tests/conformance/test_operators.py --all-operators
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.autograd_function_db import autograd_function_db
+from torch.testing._internal.common_methods_invocations import op_db
+
+import belady
+from tests.support.operators import Mode, Report, Sample, differentiate, left_over, same, samples
+
+TIERS = ("host", "disk", "encoded", "device")
+STRIDE, OFFSET = 20, 11
+SAMPLES = 2
+# Each saves something in a way of its own.
+CHOSEN = frozenset(
+    {
+        "cumprod", "exp", "fft.rfft", "gather", "index_put", "linalg.det", "linalg.eigh",
+        "linalg.slogdet", "linalg.svd", "logcumsumexp", "masked_select", "matmul", "nn.functional.batch_norm",
+        "nn.functional.conv2d", "nn.functional.dropout", "nn.functional.embedding",
+        "nn.functional.max_pool2d", "nn.functional.rrelu", "nn.functional.scaled_dot_product_attention",
+        "nn.functional.silu", "norm", "prod", "sgn", "sort", "view_as_complex", "where",
+    }
+)  # fmt: skip
+OPERATORS = [op for op in (*op_db, *autograd_function_db) if op.supports_autograd]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "operator" not in metafunc.fixturenames:
+        return
+    everything = metafunc.config.getoption("--all-operators", default=False)
+    chosen = [
+        op
+        for number, op in enumerate(OPERATORS)
+        if everything or number % STRIDE == OFFSET or op.name in CHOSEN
+    ]
+    metafunc.parametrize("operator", chosen, ids=lambda op: op.formatted_name)
+    metafunc.parametrize("limit", [None if everything else SAMPLES], ids=["samples"])
+
+
+def dtypes(operator: Any, device: str) -> list[torch.dtype]:
+    """One real and one complex type that the operator can differentiate."""
+    able = operator.supported_backward_dtypes(device)
+    real = [t for t in (torch.float32, torch.float64, torch.bfloat16) if t in able]
+    return real[:1] + [t for t in (torch.complex64,) if t in able]
+
+
+def modes(operator: Any, device: str) -> list[tuple[Mode, Callable[..., Any]]]:
+    found = [(mode, operator.op) for mode in Mode if mode not in (Mode.DOUBLE, Mode.IN_PLACE)]
+    if operator.supports_gradgrad:
+        found.append((Mode.DOUBLE, operator.op))
+    if operator.inplace_variant is not None and operator.supports_inplace_autograd:
+        found.append((Mode.IN_PLACE, operator.inplace_variant))
+    return found
+
+
+def check_sample(operator: Any, device: str, sample: Any, what: str, report: Report) -> None:
+    for mode, function in modes(operator, device):
+        call = Sample(function, sample)
+        expected = differentiate(call, mode)
+        if not same(expected, differentiate(call, mode)):
+            report.unrepeatable += 1
+            continue
+        for tier in TIERS:
+            found = differentiate(call, mode, lambda tier=tier: belady.save_on(tier))
+            report.compared += 1
+            if not same(expected, found):
+                report.failures.append(f"{what}, {tier}, {mode.name}: {found!s:.200}")
+    call = Sample(operator.op, sample)
+    leaked = left_over(call)
+    for tier in TIERS:
+        if left_over(call, lambda tier=tier: belady.save_on(tier)) > leaked:
+            report.failures.append(f"{what}, {tier}: abandoned forward leaks")
+
+
+def check(operator: Any, device: str, limit: int | None) -> Report:
+    report = Report()
+    for dtype in dtypes(operator, device):
+        for number, sample in enumerate(samples(operator, device, dtype, limit)):
+            check_sample(operator, device, sample, f"{dtype} sample {number}", report)
+    return report
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.mark.timeout(1800)
+def test_operator(operator: Any, device: str, limit: int | None) -> None:
+    if not dtypes(operator, device):
+        pytest.skip(f"cannot be differentiated on {device}")
+    with warnings.catch_warnings():
+        # What operators say about themselves (deprecated, beta, resized) is not at stake here.
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        report = check(operator, device, limit)
+    assert report.failures == []
+    assert report.compared > 4 * report.unrepeatable
