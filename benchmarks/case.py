@@ -1,8 +1,8 @@
-"""One case in a process of its own: a workload, a method, a budget; prints one JSON line.
+"""A workload under one or several methods, in a process of its own; prints a JSON line for each.
 
-Methods: ``plain``, ``save_on_cpu`` (pinned), or a belady policy. Budget: bytes as people write
-them, ``none``, or ``own`` (the smallest budget that the policy states for this workload, found in
-the same process before the measured run).
+Methods: ``plain``, ``save_on_cpu`` (pinned), or belady policies separated by commas. Budget: bytes
+as people write them, ``none``, or ``own``: the smallest budget that the policy states for this
+workload (its predicted peak plus the stated margin), from a trace made in the same process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -27,65 +26,85 @@ from belady.planners import smallest_budget
 from belady.units import parse_bytes
 from benchmarks.workloads import WORKLOADS, Setting, Workload
 
-WARM_UP = 8
+# Iterations before timing starts: of plain methods, and at most of ours (observed, verified and
+# possibly planned again).
+WARM_UP, WARM_UP_MOST = 5, 24
 
 
 def main() -> None:
-    """Run the case that the arguments name."""
+    """Run the cases that the arguments name."""
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=sorted(WORKLOADS))
-    parser.add_argument("method")
+    parser.add_argument("methods")
     parser.add_argument("budget")
     parser.add_argument("--precision", default="tf32")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     setting = Setting(arguments.precision, arguments.channels_last, arguments.device)
     setting.apply()
-    record: dict[str, Any] = {
-        "workload": arguments.workload,
-        "method": arguments.method,
-        "budget": arguments.budget,
-        "batch": arguments.batch,
-        **asdict(setting),
-        "seed": 0,
-        "warm_up": WARM_UP,
-        **_versions(setting),
-    }
-    try:
-        record |= _run(arguments, setting)
-        record["outcome"] = "ok"
-    except (torch.OutOfMemoryError, belady.OutOfMemoryError) as error:
-        record |= {"outcome": "out of memory", "error": str(error)[:300]}
-    except belady.InfeasibleBudgetError as error:
-        record |= {"outcome": "infeasible", "error": str(error)[:300]}
-        record["smallest_bytes"] = error.smallest_bytes
-    json.dump(record, sys.stdout)
-    print()
-
-
-def _run(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    make = WORKLOADS[arguments.workload]
     sizes = {} if arguments.batch is None else {"batch": arguments.batch}
-    work = make(setting, **sizes)
-    method, budget = arguments.method, arguments.budget
+    work = WORKLOADS[arguments.workload](setting, **sizes)
+    for method in arguments.methods.split(","):
+        record = {
+            "workload": arguments.workload,
+            "method": method,
+            "budget": arguments.budget,
+            "batch": arguments.batch,
+            **asdict(setting),
+            "seed": 0,
+            **_versions(setting),
+            **_outcome(work, setting, method, arguments),
+        }
+        print(json.dumps(record), flush=True)
+
+
+def _outcome(
+    work: Workload, setting: Setting, method: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Running out of memory is a result, not a crash."""
+    try:
+        return _run(work, setting, method, arguments) | {"outcome": "ok"}
+    except (torch.OutOfMemoryError, belady.OutOfMemoryError) as error:
+        return {"outcome": "out of memory", "error": str(error)[:300]}
+    except belady.InfeasibleBudgetError as error:
+        return {
+            "outcome": "infeasible",
+            "error": str(error)[:300],
+            "smallest_bytes": error.smallest_bytes,
+        }
+
+
+def _run(
+    work: Workload, setting: Setting, method: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    budget, repeats = arguments.budget, arguments.repeats
     if method in ("plain", "save_on_cpu"):
         if budget != "none":
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(parse_bytes(budget) / total)
-        return _measure(work, setting, method, arguments.repeats)
-    record: dict[str, Any] = {}
+        begun = time.perf_counter()
+        _iterate(work, setting, method, WARM_UP)
+        warm = {"warm_up": WARM_UP, "warm_up_seconds": time.perf_counter() - begun}
+        return warm | _timed(work, setting, method, repeats)
     nbytes: object = "1TiB" if budget == "none" else budget
     if budget == "own":
-        nbytes = record["own_budget_bytes"] = _own_budget(work, setting, method)
-    begun = time.perf_counter()
+        nbytes = _own_budget(work, setting, method)
+    phases: list[str] = []
     with belady.virtualize(work.model, nbytes, policy=method) as vm:
-        record |= _measure(work, setting, "plain", arguments.repeats)
-        record["total_seconds"] = time.perf_counter() - begun
-        record |= _of_run(vm)
-    return record
+        vm.listeners.append(lambda stats: phases.append(stats.phase))
+        begun = time.perf_counter()
+        while len(phases) < WARM_UP_MOST and phases[-1:] != ["steady"]:
+            _iterate(work, setting, "plain", 1)
+        record = {
+            "budget_bytes": nbytes if isinstance(nbytes, int) else parse_bytes(nbytes),
+            "warm_up": len(phases),
+            "warm_up_seconds": time.perf_counter() - begun,
+        }
+        record |= _timed(work, setting, "plain", repeats)
+        return record | _of_run(vm)
 
 
 def _own_budget(work: Workload, setting: Setting, policy: str) -> int:
@@ -98,27 +117,24 @@ def _own_budget(work: Workload, setting: Setting, policy: str) -> int:
     return smallest_budget(policy, run.trace, run.hardware, Budget(2**62))
 
 
-def _measure(work: Workload, setting: Setting, method: str, repeats: int) -> dict[str, Any]:
+def _timed(work: Workload, setting: Setting, method: str, repeats: int) -> dict[str, Any]:
+    """Times of single iterations, each waited for, and of as many in a row."""
     cuda = setting.device == "cuda"
-    first = time.perf_counter()
-    losses = _iterate(work, setting, method, 1)
-    first = time.perf_counter() - first
-    losses += _iterate(work, setting, method, WARM_UP - 1)
+    retries = 0
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    seconds = []
+    losses, seconds = [], []
     for _ in range(repeats):
         begun = time.perf_counter()
         losses += _iterate(work, setting, method, 1)
         seconds.append(time.perf_counter() - begun)
-    pipelined = time.perf_counter()
+    begun = time.perf_counter()
     losses += _iterate(work, setting, method, repeats)
     record = {
-        "first_iteration_seconds": first,
         "seconds": seconds,
         "median_seconds": statistics.median(seconds),
-        "pipelined_seconds": (time.perf_counter() - pipelined) / repeats,
+        "pipelined_seconds": (time.perf_counter() - begun) / repeats,
         "losses": losses,
     }
     if cuda:
@@ -173,6 +189,7 @@ def _of_run(vm: belady.VirtualMemory) -> dict[str, Any]:
             [link.source, link.target, link.bytes_per_s, link.duplex_bytes_per_s]
             for link in run.hardware.links
         ],
+        "largest_bytes": max((s.nbytes for s in run.trace.storages), default=0),
         "notes": list(run.notes),
     }
     if measured is not None:

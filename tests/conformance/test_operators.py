@@ -21,7 +21,7 @@ import belady
 from tests.support.operators import Mode, Report, Sample, differentiate, left_over, same, samples
 
 TIERS = ("host", "disk", "encoded", "device")
-STRIDE, OFFSET = 20, 11
+STRIDE, OFFSET = 20, 7
 SAMPLES = 2
 # Each saves something in a way of its own.
 CHOSEN = frozenset(

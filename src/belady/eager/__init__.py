@@ -1,0 +1,1 @@
+"""The eager engine: carries out a plan with saved-tensor hooks, on any PyTorch code."""

@@ -78,13 +78,11 @@ class Conductor:
         iteration.begin(self._monitor, level=int(kind.stage is not Stage.STEADY))
         return iteration
 
-    def finish(
-        self, iteration: Iteration, optimizer: torch.optim.Optimizer | None
-    ) -> tuple[Stage, Sample]:
+    def finish(self, iteration: Iteration) -> tuple[Stage, Sample]:
         """End an iteration and decide what the next one of its kind does."""
         kind = self._kinds[iteration.passes[0]]
         stage = kind.stage
-        sample, trace = iteration.finish(optimizer)
+        sample, trace = iteration.finish()
         self.carrier.sweep()
         passes = tuple(iteration.passes)
         if kind.current is None:

@@ -36,7 +36,7 @@ class Moved:
     """
 
     def __init__(self, tensor: torch.Tensor, start: int, stop: int, carrier: Carrier) -> None:
-        self.identity = StorageWeakRef(tensor.untyped_storage())
+        self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.unread = 0
         self.given: list[tuple[torch.Tensor, int]] = []
@@ -61,7 +61,8 @@ class Moved:
 
     def bring(self) -> None:
         """Take device bytes and issue the copy-in, unless the bytes are here."""
-        if self.parcel is not None and self.source is self.here is self.arrival is None:
+        absent = self.source is None and self.here is None and self.arrival is None
+        if self.parcel is not None and absent:
             with unseen():
                 self.arrival = self.parcel.fetch()
 
@@ -89,7 +90,7 @@ class Packed:
     """Bytes held on the device in a lossless encoding."""
 
     def __init__(self, tensor: torch.Tensor, encoded: Encoded) -> None:
-        self.identity = StorageWeakRef(tensor.untyped_storage())
+        self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.unread = 0
         self.given: list[tuple[torch.Tensor, int]] = []

@@ -30,7 +30,7 @@ class Geometry(NamedTuple):
             tensor.dtype,
             tensor.shape,
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )

@@ -29,6 +29,13 @@ class Iteration:
         Keys of the passes that the plan covers, in order.
     observation
         Watches the iteration, or None.
+
+    Attributes
+    ----------
+    passes
+        Keys of the passes entered so far.
+    optimizer
+        The optimizer whose step ended it, once known.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class Iteration:
         observation: Observation | None,
     ) -> None:
         self.passes: list[Key] = []
-        self.deviated = False
+        self.optimizer: torch.optim.Optimizer | None = None
         self.observation = observation
         self._floor = floor
         self._engine = engine
@@ -62,7 +69,6 @@ class Iteration:
         index = len(self.passes)
         self.passes.append(key)
         covered = index < len(self._expected) and self._expected[index] == key
-        self.deviated |= not covered
         if self.observation is not None:
             self.observation.enter_pass(module, call)
         pair = self._hooks(index, covered)
@@ -84,14 +90,14 @@ class Iteration:
         if self.observation is not None:
             self.observation.recorder.phase = Phase.OPTIMIZER
 
-    def finish(self, optimizer: torch.optim.Optimizer | None) -> tuple[Sample, Trace | None]:
+    def finish(self) -> tuple[Sample, Trace | None]:
         """The iteration is over; gives its measurement and, if it was watched, its Trace."""
         if self._engine is not None:
             self._engine.finish_iteration()
         if self._monitor is None or self._sample is None:
             raise RuntimeError("an iteration was finished that had not begun")
         sample = self._monitor.end(self._sample)
-        trace = self.observation.finish(optimizer) if self.observation is not None else None
+        trace = self.observation.finish(self.optimizer) if self.observation is not None else None
         return sample, trace
 
     def abort(self) -> None:

@@ -159,9 +159,7 @@ class Planning:
         """The policy's plan with more margin; None if there is none or it is the same."""
         allocator = trial.hardware.allocator
         fraction = allocator.margin_fraction * 1.5 + 0.02
-        hardware = replace(
-            trial.hardware, allocator=replace(allocator, margin_fraction=fraction)
-        )
+        hardware = replace(trial.hardware, allocator=replace(allocator, margin_fraction=fraction))
         try:
             plan = self._make(trace, hardware)
         except InfeasibleBudgetError:

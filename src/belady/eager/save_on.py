@@ -23,7 +23,7 @@ def _carrier(device: torch.device) -> Carrier:
     return Carrier(device)
 
 
-class save_on:  # noqa: N801  (named like the context managers of torch.autograd.graph)
+class save_on:
     """Hold what autograd saves inside the block somewhere else until backward asks for it.
 
     Parameters
@@ -60,7 +60,7 @@ class save_on:  # noqa: N801  (named like the context managers of torch.autograd
     def __init__(self, where: str, *, min_bytes: int = 0) -> None:
         if where not in _WHERE:
             raise ValueError(f"where must be one of {', '.join(_WHERE)}, not {where!r}")
-        if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
+        if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:  # type: ignore[redundant-expr]
             raise ValueError(f"min_bytes must be an integer of at least 0, not {min_bytes!r}")
         if where == "device":
             self._immediate = None

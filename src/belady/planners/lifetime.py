@@ -162,7 +162,7 @@ class _Round:
 
 
 def _first_short(slack: _Bytes, start: int, stop: int, nbytes: int) -> int:
-    """First boundary from ``start`` to ``stop`` whose op has no room for ``nbytes``, or ``stop``."""
+    """First op from ``start`` to ``stop`` that has no room for ``nbytes``, or ``stop``."""
     short = np.flatnonzero(slack[start:stop] < nbytes)
     return start + int(short[0]) if len(short) else stop
 

@@ -1,0 +1,1 @@
+"""Pictures of a Run, made without torch."""

@@ -220,9 +220,7 @@ def _defaults(measured: Measured | None) -> Iterator[str]:
 
 
 def _outside(run: Run) -> Iterator[str]:
-    lines = [
-        f"  {name}: {format_bytes(nbytes)}" for name, nbytes in _unmanaged(run) if nbytes > 0
-    ]
+    lines = [f"  {name}: {format_bytes(nbytes)}" for name, nbytes in _unmanaged(run) if nbytes > 0]
     if lines:
         yield "Outside management (in the budget unless said otherwise, never moved):"
         yield from lines

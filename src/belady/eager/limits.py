@@ -1,0 +1,86 @@
+"""What a user allows, and whether it can be enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from belady.eager.kinds import Policy
+from belady.errors import BudgetError, InfeasibleBudgetError, TraceError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Budget
+from belady.ir.trace import Tier
+from belady.measure.static import static_trace
+from belady.planners import plan as make_plan
+from belady.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a `VirtualMemory` may use, as given."""
+
+    budget: object
+    host_budget: object = None
+    disk_budget: object = None
+    spill_dir: str | None = None
+    policy: str = "auto"
+    exact: bool = False
+
+    def budgets(self) -> Budget:
+        """Read the budgets in bytes."""
+        host = None if self.host_budget is None else parse_bytes(self.host_budget, "host_budget")
+        disk = None if self.disk_budget is None else parse_bytes(self.disk_budget, "disk_budget")
+        return Budget(parse_bytes(self.budget), host, disk)
+
+    def policy_for(self, budget: Budget) -> Policy:
+        """The policy asked for, within ``budget``."""
+        return Policy(self.policy, budget, self.exact)
+
+
+def clamped(budget: Budget, hardware: HardwareProfile) -> Budget:
+    """The budget, but no more of the device than there is."""
+    total = hardware.capacity(Tier.DEVICE)
+    return replace(budget, device_bytes=min(budget.device_bytes, total))
+
+
+def refuse_infeasible(
+    module: torch.nn.Module, call: tuple[Any, Any], hardware: HardwareProfile, policy: Policy
+) -> None:
+    """Raise before anything runs if the budget cannot hold even one pass.
+
+    It is judged without optimizer state: what is not known to exist must not refuse a budget. The
+    smallest budget that the error names allows for two copies, as Adam keeps them.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If no plan of the policy fits.
+    """
+    device = device_of(module)
+    try:
+        trace = static_trace(module, call, device, state_copies=0)
+    except TraceError:
+        # It can be traced by running it alone; then the cap is the judge.
+        return
+    try:
+        make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+    except InfeasibleBudgetError:
+        trace = static_trace(module, call, device, state_copies=2)
+        make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """The device of the module's first parameter or buffer, with its index.
+
+    Raises
+    ------
+    BudgetError
+        If it is neither a CPU nor a CUDA device.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    device = tensors[0].device if tensors else torch.get_default_device()
+    if device.type not in ("cpu", "cuda"):
+        raise BudgetError(f"belady manages CPU and CUDA memory, not {device.type}")
+    return torch.device(device.type, device.index or 0) if device.type == "cuda" else device

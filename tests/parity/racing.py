@@ -1,0 +1,172 @@
+"""An engine under the worst timing: copies that come late, memory that is reused at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import belady
+from belady.eager.hooks import HookPair
+from belady.eager.planned import Planned
+from belady.ir.hardware import Capacity, HardwareProfile
+from belady.ir.legality import check
+from belady.ir.plan import Assignment, Budget, Decision, Encode, Keep, Offload, Plan
+from belady.ir.run import Run
+from belady.ir.timeline import Lane
+from belady.ir.trace import Tier, Trace
+from belady.memory.carrier import Carrier
+from belady.memory.lanes import CpuLanes, Fence
+from tests.support.memory import POISON, CarrierUnderTest, SlowCudaLanes, SlowFiles, ThreadLanes
+from tests.support.models import Task
+from tests.support.training import Step, Training
+
+ROOM = 1 << 30
+SECONDS = 0.0005
+
+
+class ReusingLanes(ThreadLanes):
+    """Lanes whose copies own nothing, as on a GPU: memory let go too early is someone else's.
+
+    Until a copy-in has landed its target is poison. A source that is gone when its copy-out runs
+    is copied as poison. A target that is gone would have been written over: `overwritten`.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.overwritten = 0
+
+    def copy(
+        self, lane: Lane, target: Tensor, source: Tensor, after: Iterable[Fence]
+    ) -> Fence:
+        if lane is Lane.COPY_IN:
+            target.fill_(POISON)
+        return super().copy(lane, _Loose(target, self), _Loose(source, self), after)
+
+
+class _Loose:
+    """A tensor by its place in memory, which it does not keep alive."""
+
+    def __init__(self, tensor: Tensor, lanes: ReusingLanes) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._lanes = lanes
+
+    def tensor(self) -> Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8).set_(storage, *self._place)
+
+    def copy_(self, source: _Loose) -> None:
+        target, found = self.tensor(), source.tensor()
+        if target is None:
+            self._lanes.overwritten += 1
+        elif found is None:
+            target.fill_(POISON)
+        else:
+            target.copy_(found)
+
+
+def hostile_carrier(kind: str) -> CarrierUnderTest:
+    """Make a carrier for ``"direct"`` (CPU and disk), ``"threads"`` or ``"cuda"``."""
+    files = SlowFiles(SECONDS)
+    if kind == "direct":
+        lanes: Any = CpuLanes(torch.device("cpu"))
+    elif kind == "threads":
+        lanes = ReusingLanes(SECONDS)
+    else:
+        lanes = SlowCudaLanes(torch.device("cuda", 0), SECONDS)
+    device = "cuda" if kind == "cuda" else "cpu"
+    return CarrierUnderTest(device, files=files, poisoned=True, lanes=lanes)
+
+
+def observed(task: Task, step: Step, device: str) -> Run:
+    """What one steady iteration does."""
+    training = Training(task, device)
+    with belady.virtualize(training.models, ROOM, policy="floor") as vm:
+        training.run(step, range(3))
+        run = vm.run()
+    assert run is not None
+    return run
+
+
+def random_plan(run: Run, kind: str, seed: int) -> Plan:
+    """Any legal decision for every saved value, not only the sensible ones."""
+    trace = run.trace
+    tiers = [Tier.DISK] if kind == "direct" else [Tier.HOST, Tier.DISK]
+    chance = random.Random(seed)
+    assignments = [
+        Assignment(value, _decision(trace, value, tiers, chance)) for value in trace.saved
+    ]
+    plan = Plan(trace.fingerprint, "random/1", Budget(ROOM), tuple(assignments))
+    assert check(trace, _with_host(run.hardware), plan, Budget(ROOM)).problems == ()
+    return plan
+
+
+def _decision(trace: Trace, index: int, tiers: list[Tier], chance: random.Random) -> Decision:
+    value = trace.values[index]
+    first = value.first_save
+    last = value.dropped if value.first_read is None else value.first_read
+    if chance.random() < 0.15:
+        return Keep()
+    if value.saves[0].dtype in ("bool", "int64") and chance.random() < 0.5:
+        return Encode("any", 1, first, last)
+    out, free, back, ready = sorted(_moment(first, last, chance) for _ in range(4))
+    return Offload(chance.choice(tiers), out - 1, free, back, ready)
+
+
+def _moment(first: int, last: int, chance: random.Random) -> int:
+    """A boundary, more often than not at one of the ends, where the mistakes are."""
+    return chance.choice([first, min(first + 1, last), last, chance.randint(first, last)])
+
+
+def _with_host(hardware: HardwareProfile) -> HardwareProfile:
+    others = [c for c in hardware.capacities if c.tier is not Tier.HOST]
+    return replace(hardware, capacities=(*others, Capacity(Tier.HOST, ROOM)))
+
+
+@contextmanager
+def engine_on(training: Training, engine: Planned) -> Iterator[None]:
+    """Let the engine have the saves of every call of a root, as `virtualize` does."""
+    passes = count()
+    pair = HookPair(engine.pack, engine.unpack)
+
+    def enter(*_: Any) -> None:
+        engine.enter_pass(next(passes))
+        pair.push()
+
+    def leave(*_: Any) -> None:
+        pair.pop()
+
+    handles = [model.register_forward_pre_hook(enter) for model in training.models]
+    handles += [model.register_forward_hook(leave) for model in training.models]
+    engine.start_iteration()
+    try:
+        yield
+        engine.finish_iteration()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def train(task: Task, step: Step, device: str, plan: Plan, trace: Trace, carrier: Carrier) -> Any:
+    """Two iterations under the plan; gives the outcome and the engine."""
+    training = Training(task, device)
+    persistent = {
+        tensor.untyped_storage()._cdata
+        for model in training.models
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    engine = Planned(trace, plan, carrier, persistent)
+    for index in range(2):
+        with engine_on(training, engine):
+            training.run(step, [index])
+    return training.outcome(), engine
