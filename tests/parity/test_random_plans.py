@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,10 +20,10 @@ from tests.parity.racing import (
     random_plan,
     train,
 )
-from tests.support.models import CNN, GAN, SINGLE, TASKS, Task
+from tests.support.models import CNN, GAN, TASKS, Task
 from tests.support.training import Step, Training, accumulating, differences, plain, twice_backward
 
-SEEDS = range(6)
+SEEDS = range(3)
 
 
 def together(training: Training, index: int) -> list[Tensor]:
@@ -113,10 +112,6 @@ def takes_without_waiting(self: Moved) -> Tensor:
 
 def frees_without_waiting(self: HostParcel) -> None:
     self._source = None
-
-
-def forgets_versions(self: Moved) -> int:
-    return 0
 
 
 @pytest.mark.parametrize(

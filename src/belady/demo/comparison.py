@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from belady.demo.digits import BATCH, Digits, Report, Training, load_digits
 from belady.demo.result import Both, DemoResult
+from belady.eager.limits import Limits
 from belady.errors import SpillError
 from belady.ir.plan import Budget
 from belady.ir.run import Run
@@ -18,7 +20,7 @@ from belady.ir.trace import Tier
 from belady.memory.files import Files, check_folder
 from belady.planners import smallest_budget
 from belady.units import format_bytes, parse_bytes
-from belady.virtual import Limits, VirtualMemory
+from belady.virtual import VirtualMemory
 
 # What a kind of iteration takes until its peak has been verified.
 VERIFIED_AFTER = 5
@@ -59,14 +61,14 @@ def demo(
     """
     given = None if budget is None else parse_bytes(budget)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    spill_dir = _spill_dir() if place.type == "cpu" else None
+    spill_dir = spill_folder() if place.type == "cpu" else None
     with _deterministic():
         digits = load_digits(place)
         report(
             f"{len(digits.images)} images of handwritten digits, batches of {BATCH}, on {place}; "
             f"{iterations} iterations each way from the same seed"
         )
-        peak, usual = _look(digits, spill_dir)
+        peak, usual = look(digits, spill_dir)
         nbytes = usual if given is None else given
         report(f"plain PyTorch, which holds {format_bytes(peak)} at its peak:")
         plain = Training(digits).run(iterations, report)
@@ -97,7 +99,7 @@ def differing(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> It
             yield name
 
 
-def _look(digits: Digits, spill_dir: str | None) -> tuple[int, int]:
+def look(digits: Digits, spill_dir: str | None) -> tuple[int, int]:
     """Peak of plain training, and the budget that leaves a quarter of the saved bytes."""
     training = Training(digits)
     limits = Limits(_NO_LIMIT, spill_dir=spill_dir, policy="baseline")
@@ -120,7 +122,7 @@ def _peak(run: Run | None) -> int | None:
     return max(run.measured.peak(Tier.DEVICE), run.measured.reserved_bytes)
 
 
-def _spill_dir() -> str:
+def spill_folder() -> str:
     """Folder on a disk: that for temporary files lies in memory on some systems."""
     for folder in (None, "/var/tmp", os.getcwd()):
         try:
@@ -133,7 +135,8 @@ def _spill_dir() -> str:
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """The same kernels both times: bits can be compared then."""
-    cudnn, deterministic = torch.backends.cudnn, torch.utils.deterministic
+    cudnn = torch.backends.cudnn
+    deterministic: Any = torch.utils.deterministic  # an object in the place of a module
     before = (
         torch.are_deterministic_algorithms_enabled(),
         cudnn.benchmark,

@@ -108,7 +108,7 @@ class Packed:
             tensor.dtype, torch.Size([nbytes // tensor.dtype.itemsize]), (1,), 0, False, False
         )
         with unseen():
-            encoded = encode(whole.on(tensor))
+            encoded = encode(whole.on(content_of(tensor, 0, nbytes)))
         return None if encoded is None else cls(tensor, encoded)
 
     def take(self) -> torch.Tensor:
@@ -171,7 +171,7 @@ class Kept:
         StaleValueError
             If it was changed in place after it had been saved.
         """
-        demand_unchanged(self.tensor, self.version, self.tensor.shape)
+        demand_unchanged(self.tensor, self.version)
         return self.tensor
 
 

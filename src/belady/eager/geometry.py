@@ -42,7 +42,8 @@ class Geometry(NamedTuple):
         moved = content.storage_offset() - skipped_bytes
         offset = self.offset + moved // self.dtype.itemsize
         with unseen(), below_autograd():
-            tensor = torch.empty(0, dtype=self.dtype, device=content.device)
+            # Made as bytes: not every type can be filled, which deterministic mode would do.
+            tensor = torch.empty(0, dtype=torch.uint8, device=content.device).view(self.dtype)
             tensor.set_(content.untyped_storage(), offset, self.shape, self.stride)
             if self.conj:
                 tensor = torch._conj(tensor)
@@ -69,13 +70,15 @@ def content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether the tensor's bytes may be moved and brought back by belady.
 
-    Anything else (subclass, sparse, quantized, functorch wrapper, other device, no bytes) passes
+    Anything else (subclass, sparse, nested, quantized, functorch wrapper, other device, no bytes) passes
     through untouched.
     """
     return (
         type(tensor) in _PLAIN
         and tensor.device == device
+        and device.type in ("cpu", "cuda")
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not tensor._is_zerotensor()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class Iteration:
         self._pair: HookPair | None = None
         self._monitor: Monitor | None = None
         self._sample: Sample | None = None
+        self._entered = 0.0
+        self._host_seconds = 0.0
 
     def begin(self, monitor: Monitor, level: int) -> None:
         """The first pass is about to be entered."""
@@ -75,9 +78,11 @@ class Iteration:
         if pair is not None:
             pair.push()
         self._pair = pair
+        self._entered = perf_counter()
 
     def leave(self) -> None:
         """The root returned or raised: take them off."""
+        self._host_seconds += perf_counter() - self._entered
         pair, self._pair = self._pair, None
         if pair is not None:
             pair.pop()
@@ -97,6 +102,7 @@ class Iteration:
         if self._monitor is None or self._sample is None:
             raise RuntimeError("an iteration was finished that had not begun")
         sample = self._monitor.end(self._sample)
+        sample.host_seconds = self._host_seconds
         trace = self.observation.finish(self.optimizer) if self.observation is not None else None
         return sample, trace
 

@@ -14,7 +14,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Measured
-from belady.ir.trace import Trace
+from belady.ir.trace import Phase, Trace
 from belady.measure.monitor import Sample, summarize
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
@@ -22,6 +22,7 @@ from belady.planners import plan as make_plan
 # Iterations measured under a new plan, after one that only settles the allocator.
 _VERIFIED = 2
 _REPLANS = 3
+_HOST_AGREES = 0.95
 
 
 class Stage(StrEnum):
@@ -144,32 +145,40 @@ class Planning:
         kind.current = replace(kind.current, measured=measured)
         kind.tried.append(kind.current)
         kind.stage = Stage.STEADY
-        wider = None
-        if measured.allocation_retries and len(kind.tried) <= _REPLANS:
-            wider = self._wider(kind.trace, kind.current)
-        if wider is not None:
-            self._put_in_force(kind, kind.trace, wider)
+        better = None
+        if len(kind.tried) <= _REPLANS:
+            better = self._better(kind, kind.trace, kind.current, measured)
+        if better is not None:
+            self._put_in_force(kind, kind.trace, better)
             return
         fastest = min(kind.tried, key=lambda trial: trial.measured.seconds if trial.measured else 0)
         if fastest is not kind.current:
             self._put_in_force(kind, kind.trace, fastest)
             kind.stage = Stage.STEADY
 
-    def _wider(self, trace: Trace, trial: Trial) -> Trial | None:
-        """The policy's plan with more margin; None if there is none or it is the same."""
-        allocator = trial.hardware.allocator
-        fraction = allocator.margin_fraction * 1.5 + 0.02
-        hardware = replace(trial.hardware, allocator=replace(allocator, margin_fraction=fraction))
+    def _better(self, kind: Kind, trace: Trace, trial: Trial, measured: Measured) -> Trial | None:
+        """The policy's plan with what was learned; None when that is the same plan."""
+        hardware = trial.hardware
+        corrected = _with_host_of(trace, kind.samples)
+        if corrected is None and not measured.allocation_retries:
+            return None
+        if corrected is not None:
+            trace = kind.trace = corrected
+        if measured.allocation_retries:
+            allocator = hardware.allocator
+            fraction = allocator.margin_fraction * 1.5 + 0.02
+            hardware = replace(hardware, allocator=replace(allocator, margin_fraction=fraction))
         try:
             plan = self._make(trace, hardware)
         except InfeasibleBudgetError:
             return None
         if plan.decisions == trial.plan.decisions:
             return None
-        self.notes.append(
-            f"under a margin of {allocator.margin_fraction:.0%} the allocator had to flush its "
-            f"cache: tried {fraction:.0%}"
-        )
+        if measured.allocation_retries:
+            self.notes.append(
+                f"under a margin of {trial.hardware.allocator.margin_fraction:.0%} the allocator "
+                f"had to flush its cache: tried {fraction:.0%}"
+            )
         return Trial(plan, hardware)
 
     def _first(self, trace: Trace) -> Trial:
@@ -203,3 +212,22 @@ class Planning:
         if self._carrier.device.type == "cuda":
             # Blocks cut for the plan before would fragment this one's memory.
             torch.cuda.empty_cache()
+
+
+def _with_host_of(trace: Trace, samples: list[Sample]) -> Trace | None:
+    """The trace with host seconds as unobserved iterations show them; None if they agree.
+
+    Watching slows the host down, so the seconds of an observed iteration are upper bounds. What
+    the host spent in the roots of an iteration that nobody watched is another: in a busy launch
+    queue it contains waiting for the device. The smaller one holds.
+    """
+    if trace.device == "cpu":
+        # The host runs the ops itself: its own share was measured apart.
+        return None
+    spent = min(sample.host_seconds for sample in samples)
+    watched = sum(op.host_seconds for op in trace.ops if op.phase is Phase.FORWARD)
+    if not 0 < spent < _HOST_AGREES * watched:
+        return None
+    share = spent / watched
+    ops = tuple(replace(op, host_seconds=op.host_seconds * share) for op in trace.ops)
+    return replace(trace, ops=ops)

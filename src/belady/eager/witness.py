@@ -25,8 +25,11 @@ def witness(tensor: torch.Tensor) -> torch.Tensor:
     return shadow
 
 
-def demand_unchanged(shadow: torch.Tensor, version: int, shape: torch.Size) -> None:
+def demand_unchanged(shadow: torch.Tensor, version: int, shape: torch.Size | None = None) -> None:
     """Raise what plain autograd raises if a saved tensor was changed in place since.
+
+    Without ``shape`` it is that of ``shadow`` itself, which is asked only when needed: a nested
+    tensor has none.
 
     Raises
     ------
@@ -34,9 +37,11 @@ def demand_unchanged(shadow: torch.Tensor, version: int, shape: torch.Size) -> N
         A RuntimeError with autograd's words: hooks switch off autograd's own check.
     """
     if shadow._version != version:
+        if shape is None and not shadow.is_nested:
+            shape = shadow.shape
         raise StaleValueError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a saved tensor of shape {list(shape)} is at version {shadow._version}; "
+            f"operation: a saved tensor of shape {'?' if shape is None else list(shape)} is at version {shadow._version}; "
             f"expected version {version} instead. Hint: enable anomaly detection to find the "
             "operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."

@@ -1,0 +1,1 @@
+"""Traces, machines and iterations, measured with torch."""

@@ -80,9 +80,9 @@ class CudaClock:
         if len(self._events) % _OPS_AHEAD == 0:
             torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun, ended = _event(), _event()
         self._events.append((begun, ended))
-        torch.cuda._sleep(_SPIN_CYCLES)
+        torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
         begun.record()
 
     def stop(self) -> None:
@@ -98,6 +98,10 @@ class CudaClock:
             (begun.elapsed_time(ended) / 1e3, workspace)
             for (begun, ended), workspace in zip(self._events, self._workspaces, strict=True)
         ]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def clock_for(device: torch.device) -> Clock:

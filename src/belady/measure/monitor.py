@@ -20,7 +20,10 @@ from belady.memory.carrier import Carrier
 
 @dataclass(slots=True)
 class Sample:
-    """One iteration: device events or host times at its ends, and its counts at level 1."""
+    """One iteration: device events or host times at its ends, and its counts at level 1.
+
+    ``host_seconds`` is what the host spent inside the roots.
+    """
 
     begun: torch.cuda.Event | float
     ended: torch.cuda.Event | float | None = None
@@ -29,16 +32,17 @@ class Sample:
     retries: int = 0
     stall_seconds: float = 0.0
     moved: tuple[Moved, ...] = ()
+    host_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Duration; waits for the device where it must."""
-        if isinstance(self.begun, float) or isinstance(self.ended, float):
-            return float(self.ended) - float(self.begun) if self.ended is not None else 0.0
-        if self.ended is None:
+        if isinstance(self.begun, float):
+            return self.ended - self.begun if isinstance(self.ended, float) else 0.0
+        if not isinstance(self.ended, torch.cuda.Event):
             return 0.0
         self.ended.synchronize()
-        return self.begun.elapsed_time(self.ended) / 1e3
+        return float(self.begun.elapsed_time(self.ended)) / 1e3
 
 
 @dataclass(slots=True)
@@ -87,7 +91,7 @@ class Monitor:
     def _now(self) -> torch.cuda.Event | float:
         if self.device.type != "cuda":
             return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -47,7 +47,7 @@ class Observation:
     def start(self) -> None:
         """Begin to watch this thread; autograd carries the mode to the threads of backward."""
         self._adopt_state()
-        self.recorder.__enter__()
+        self.recorder.__enter__()  # type: ignore[no-untyped-call]
         self._attached = True
 
     def enter_pass(self, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
@@ -75,7 +75,7 @@ class Observation:
         above = []
         while self.recorder in (stack := _get_current_dispatch_mode_stack()):
             if stack[-1] is self.recorder:
-                self.recorder.__exit__(None, None, None)
+                self.recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 break
             above.append(_pop_mode())
         for mode in reversed(above):
@@ -90,8 +90,11 @@ class Observation:
                 for tensor in tree_leaves(state):
                     if isinstance(tensor, torch.Tensor):
                         self.recorder.adopt(tensor, StorageKind.STATE)
+        storages = self.recorder.storages
         known = sum(
-            storage.nbytes for storage in self.recorder.storages if storage.lives[0][0] == 0
+            storages[value.storage].nbytes
+            for value in self.recorder.values
+            if value.producer < 0 and value.version == 0
         )
         unseen = max(0, self._held_before - known) if self._held_before else 0
         return assemble(self.recorder, tuple(self.roots), Source.EAGER, unseen)

@@ -20,7 +20,8 @@ from belady.ir.trace import (
     Value,
 )
 from belady.measure.clock import NoClock
-from belady.measure.recorder import RawOp, RawSave, RawStorage, Recorder
+from belady.measure.recorder import Recorder
+from belady.measure.records import RawOp, RawSave, RawStorage
 
 _TRIALS = 500
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -17,83 +16,24 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from belady.ir.trace import Mode, Need, Phase, StorageKind, Use
+from belady.ir.trace import Mode, Phase, StorageKind, Use
 from belady.measure.clock import Clock
-
-# What a backward op reads of an operand when that is less than its values: (op, operand) -> need.
-# Threshold's backward asks whether the result is positive, pooling's only how large its input was.
-_NEEDS = {
-    ("aten.threshold_backward.default", 1): Need.SIGN,
-    ("aten.max_pool2d_with_indices_backward.default", 1): Need.SHAPE,
-}
-
+from belady.measure.records import (
+    RawOp,
+    RawSave,
+    RawStorage,
+    RawValue,
+    mutated,
+    need_of,
+    tensors_in,
+    written_arguments,
+)
 
 # Autograd's bookkeeping: no kernel, no bytes, and not the same number in every mode.
 _DETACH = torch.ops.aten.detach.default
 
 
-@dataclass(slots=True)
-class RawOp:
-    """One op as seen by the mode."""
-
-    name: str
-    module: str
-    phase: Phase
-    pass_index: int
-    mode: Mode
-    host_seconds: float
-    sequence: int
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    random: bool = False
-    mutates: bool = False
-    communicates: bool = False
-
-
-@dataclass(slots=True)
-class RawStorage:
-    """One storage; ``lives`` are the ``[birth, death]`` of its bytes, death -1 while they live.
-
-    There are several when its bytes were moved away and came back.
-    """
-
-    device: str
-    nbytes: int
-    kind: StorageKind | None
-    lives: list[list[int]] = field(default_factory=list)
-    value: int = -1
-    version: int = 0
-
-
-@dataclass(slots=True)
-class RawValue:
-    """Content of a storage between two writes."""
-
-    storage: int
-    version: int
-    producer: int
-    uses: list[Use] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class RawSave:
-    """One call of the pack hook and what became of it."""
-
-    value: int
-    pass_index: int
-    ordinal: int
-    packed: int
-    sequence: int
-    module: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: str
-    reads: list[int] = field(default_factory=list)
-    dropped: int | None = None
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records ops, storages, values and saves of one iteration.
 
     Parameters
@@ -102,10 +42,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         Compute device; storages elsewhere are not recorded.
     clock
         Brackets every op.
+
+    Attributes
+    ----------
+    shapes
+        Where a list is put here: the shapes of the tensor operands of every op.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: torch.device, clock: Clock) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.clock = clock
         self.ops: list[RawOp] = []
@@ -117,6 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.modules: list[str] = []
         self.paused = 0
         self.contents: dict[int, int] = {}
+        self.shapes: list[list[tuple[int, ...]]] | None = None
         self._index: dict[int, int] = {}
         self._anchored: list[Any] = []
         self._last = perf_counter()
@@ -144,11 +92,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             pass_index,
             ordinal,
             len(self.ops),
-            torch.autograd._get_sequence_nr() - 1,
+            _newest_node(),
             self.modules[-1] if self.modules else "",
             tuple(tensor.shape),
             tuple(tensor.stride()) if strided else (),
-            tensor.storage_offset() if strided else 0,
+            int(tensor.storage_offset()) if strided else 0,
             str(tensor.dtype).removeprefix("torch."),
         )
         self.saves.append(save)
@@ -197,25 +145,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self.paused or func.namespace == "prim" or func is _DETACH:
             return func(*args, **kwargs)
-        entered = perf_counter()
-        operands = list(_tensors((*args, *kwargs.values())))
-        op = self._begin(func, operands, entered - self._last)
+        op = self._begin(func, args, kwargs, perf_counter() - self._last)
         self.clock.start()
         called = perf_counter()
-        result = func(*args, **kwargs)
-        if self.device.type != "cpu":
-            # On a CPU the call is the op itself; elsewhere it only issues the op.
-            op.host_seconds += perf_counter() - called
-        self.clock.stop()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            # An op that raises has begun too.
+            if self.device.type != "cpu":
+                # On a CPU the call is the op itself; elsewhere it only issues the op.
+                op.host_seconds += perf_counter() - called
+            self.clock.stop()
         self._end(op, func, args, kwargs, result)
         self._last = perf_counter()
         return result
 
-    def _begin(self, func: Any, operands: list[torch.Tensor], gap: float) -> RawOp:
-        node = torch._C._current_autograd_node()
+    def _begin(self, func: Any, args: tuple[Any, ...], kwargs: Any, gap: float) -> RawOp:
+        node: Any = torch._C._current_autograd_node()
         backward = node is not None and self.phase is not Phase.OPTIMIZER
         replay = backward and torch.is_grad_enabled()
-        sequence = node._sequence_nr() if backward else torch.autograd._get_sequence_nr() - 1
         name = str(func)
         op = RawOp(
             name,
@@ -224,41 +172,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self.pass_index,
             Mode.REPLAY if replay else Mode.NORMAL,
             gap,
-            sequence,
-            random=torch.Tag.nondeterministic_seeded in func.tags,
+            node._sequence_nr() if backward else _newest_node(),
+            random=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
             communicates=name.startswith(("c10d", "_c10d_functional")),
         )
-        index = len(self.ops)
+        operands = list(tensors_in((*args, *kwargs.values())))
+        if self.shapes is not None:
+            self.shapes.append([tuple(tensor.shape) for tensor in operands])
         reads = []
         for position, tensor in enumerate(operands):
             value = self._value_of(tensor)
             if value >= 0:
                 reads.append(value)
-                need = _NEEDS.get((name, position), Need.VALUES)
-                self.values[value].uses.append(Use(index, need))
+                use = Use(len(self.ops), need_of(name, args, position))
+                self.values[value].uses.append(use)
         op.reads = tuple(dict.fromkeys(reads))
         self.ops.append(op)
         return op
 
     def _end(self, op: RawOp, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        written = []
-        for tensor in _tensors(_mutated(self._write_arguments(func), args, kwargs)):
-            op.mutates = True
-            written.append(self._rewritten(tensor))
-        for tensor in _tensors((result,)):
-            if self._visible(tensor) and tensor.untyped_storage()._cdata not in self._index:
-                written.append(self._born(tensor, None, producer=len(self.ops) - 1))
-        op.writes = tuple(dict.fromkeys(value for value in written if value >= 0))
-
-    def _write_arguments(self, func: Any) -> frozenset[int | str]:
+        producer = len(self.ops) - 1
         known = self._writes.get(func)
         if known is None:
-            names: set[int | str] = set()
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    names |= {position, argument.name}
-            known = self._writes[func] = frozenset(names)
-        return known
+            known = self._writes[func] = written_arguments(func)
+        written = [self._rewritten(tensor) for tensor in tensors_in(mutated(known, args, kwargs))]
+        op.mutates = bool(written)
+        for tensor in tensors_in((result,)):
+            if self._visible(tensor) and tensor.untyped_storage()._cdata not in self._index:
+                value = self._born(tensor, None, producer)
+                written.append(value)
+        op.writes = tuple(dict.fromkeys(value for value in written if value >= 0))
 
     # -- storages and values -----------------------------------------------------------------
 
@@ -308,19 +251,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
         # The StorageWeakRef keeps the address from being used again, so that an address names
         # one storage for as long as the recorder lives; the Python weak reference tells of death.
-        self._anchored.append((StorageWeakRef(storage), weakref.ref(storage, gone)))
+        anchor = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._anchored.append((anchor, weakref.ref(storage, gone)))
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    for item in tree:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)
-
-
-def _mutated(names: frozenset[int | str], args: tuple[Any, ...], kwargs: Any) -> list[Any]:
-    if not names:
-        return []
-    positional = [argument for position, argument in enumerate(args) if position in names]
-    return positional + [kwargs[name] for name in kwargs if name in names]
+def _newest_node() -> int:
+    """Number of the autograd node that this thread made last: every node takes the next one."""
+    return torch._C._autograd._get_sequence_nr() - 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -56,7 +58,23 @@ def static_trace(
         raise TraceError(
             f"{type(module).__name__} cannot be traced without running it: {error}"
         ) from error
-    return assemble(recorder, (type(module).__name__,), Source.STATIC)
+    return assemble(recorder, (type(module).__name__,), Source.STATIC, library_bytes(device))
+
+
+def library_bytes(device: torch.device) -> int:
+    """Bytes that cuBLAS takes from torch's allocator for good at its first matrix product.
+
+    One workspace for each thread that issues ops, forward and backward. Torch's default: 32 MiB
+    from compute capability 9 on, 8.1 MiB before; ``CUBLAS_WORKSPACE_CONFIG`` names others.
+    """
+    if device.type != "cuda":
+        return 0
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    sizes = re.findall(r":(\d+):(\d+)", config)
+    if sizes:
+        return 2 * sum(int(kib) * int(count) * 1024 for kib, count in sizes)
+    major, _ = torch.cuda.get_device_capability(device)
+    return 2 * (32 * 2**20 if major >= 9 else 4096 * 2 * 1024 + 16 * 8 * 1024)
 
 
 def _forward_backward(

@@ -29,7 +29,7 @@ def enforce(device: torch.device, budget_bytes: int) -> Callable[[], None]:
     torch.cuda.empty_cache()
     configured = any(os.environ.get(name) for name in _VARIABLES)
     if not configured:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
@@ -37,7 +37,7 @@ def enforce(device: torch.device, budget_bytes: int) -> Callable[[], None]:
     def undo() -> None:
         torch.cuda.set_per_process_memory_fraction(before, device)
         if not configured:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
     return undo
 

@@ -1,0 +1,82 @@
+"""Puts back what running a module's Python code may have changed."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, deque)
+_CONTAINERS = (*_MAPPINGS, *_SEQUENCES, set)
+# What is longer is data, not a cache: its own items come back, but not what is inside them.
+_MOST_ITEMS = 10_000
+
+_Undo = Callable[[], None]
+
+
+@contextmanager
+def untouched(
+    module: torch.nn.Module, call: tuple[Any, Any], device: torch.device
+) -> Iterator[None]:
+    """Leave everything as it was found that a call of ``module`` is known to change.
+
+    That is: the attributes of its submodules and of objects among the arguments, with the lists,
+    dicts and sets that they hold; the random state of torch, NumPy and Python; autocast's cache.
+    """
+    undo: list[_Undo] = [*_random_state(device)]
+    seen: set[int] = set()
+    for part in module.modules():
+        _remember(vars(part), undo, seen)
+    for leaf in tree_leaves(call):
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, type)):
+            _remember(vars(leaf), undo, seen)
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+        torch.clear_autocast_cache()
+
+
+def _random_state(device: torch.device) -> Iterator[_Undo]:
+    python = random.getstate()
+    numpy = np.random.get_state()  # noqa: NPY002 (the global generator is the one users draw from)
+    cpu = torch.get_rng_state()
+    yield lambda: random.setstate(python)
+    yield lambda: np.random.set_state(numpy)  # noqa: NPY002
+    yield lambda: torch.set_rng_state(cpu)
+    if device.type == "cuda":
+        cuda = torch.cuda.get_rng_state(device)
+        yield lambda: torch.cuda.set_rng_state(cuda, device)
+
+
+def _remember(container: Any, undo: list[_Undo], seen: set[int]) -> None:
+    """Add what puts back the items of ``container``, and of the containers among them."""
+    if id(container) in seen:
+        return
+    seen.add(id(container))
+    undo.append(_putting_back(container))
+    if len(container) <= _MOST_ITEMS:
+        for item in container.values() if type(container) in _MAPPINGS else container:
+            if type(item) in _CONTAINERS:
+                _remember(item, undo, seen)
+
+
+def _putting_back(container: Any) -> _Undo:
+    items = container.copy()
+
+    def put_back() -> None:
+        container.clear()
+        if type(container) in _SEQUENCES:
+            container.extend(items)
+        else:
+            container.update(items)
+
+    return put_back

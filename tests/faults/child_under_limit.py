@@ -1,0 +1,77 @@
+"""Trains the demonstration's network in a process of its own, under a limit of the system.
+
+``python child_under_limit.py {look | plain | managed} ITERATIONS LIMIT BUDGET``; a LIMIT of 0 is
+none. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+from typing import Any
+
+import torch
+
+import belady
+from belady.demo import digits
+from belady.demo.comparison import look, spill_folder
+
+# Enough saved bytes to tell them from what the process needs otherwise.
+digits.IMAGE = 32
+_SAMPLE_SECONDS = 0.001
+
+
+class Sampler:
+    """Watches how many private writable bytes this process has: what RLIMIT_DATA counts."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        page = resource.getpagesize()
+        with open("/proc/self/statm", encoding="ascii") as file:
+            while not self._done.wait(_SAMPLE_SECONDS):
+                file.seek(0)
+                self.peak_bytes = max(self.peak_bytes, page * int(file.read().split()[5]))
+
+
+def main() -> None:
+    mode, iterations, limit, budget = sys.argv[1], *map(int, sys.argv[2:])
+    data = digits.load_digits(torch.device("cpu"))
+    if mode == "look":
+        peak, budget = look(data, spill_folder())
+        print(json.dumps({"peak": peak, "budget": budget}))
+        return
+    training = digits.Training(data)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    found: dict[str, Any] = {"error": None}
+    with Sampler() as sampler:
+        try:
+            if mode == "managed":
+                with belady.virtualize(training.model, budget, spill_dir=spill_folder()):
+                    training.run(iterations)
+            else:
+                training.run(iterations)
+        except (RuntimeError, MemoryError) as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    found["losses"] = [loss.hex() for loss in training.losses]
+    found["data"] = sampler.peak_bytes
+    found["resident"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

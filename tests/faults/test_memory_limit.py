@@ -1,0 +1,67 @@
+"""The saving, proved by the system and not by our own count.
+
+Plain training dies under a limit on the process's private memory that managed training keeps.
+Shared mappings escape that limit (RLIMIT_DATA), so resident memory is compared as well.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.support import child
+
+pytest.importorskip("sklearn")
+
+CHILD = Path(__file__).with_name("child_under_limit.py")
+# The plan is measured in the fifth.
+ITERATIONS = 6
+# One thread and few arenas, so that memory differs by what training holds; and plain PyTorch gets
+# the allocator setting that belady makes, so that it does not die of its absence.
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 20),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
+def test_training_lives_where_plain_training_dies(tmp_path: Path) -> None:
+    environment = {**child(), **QUIET, "XDG_CACHE_HOME": str(tmp_path)}
+
+    def run(mode: str, limit: int = 0, budget: int = 0) -> dict[str, Any]:
+        command = [sys.executable, str(CHILD), mode, str(ITERATIONS), str(limit), str(budget)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    # This also measures the disk, which takes memory of its own, and remembers the result.
+    seen = run("look")
+    plain = run("plain")
+    managed = run("managed", budget=seen["budget"])
+    saving = seen["peak"] - seen["budget"]
+    # The system saw most of what our own count says.
+    assert plain["data"] - managed["data"] > saving / 2
+
+    limit = (plain["data"] + managed["data"]) // 2
+    dead = run("plain", limit)
+    alive = run("managed", limit, seen["budget"])
+
+    assert dead["error"] is not None
+    assert "memory" in dead["error"].lower()
+    assert dead["losses"] == []
+    assert alive["error"] is None
+    assert alive["losses"] == plain["losses"]
+    assert len(alive["losses"]) == ITERATIONS
+    assert plain["resident"] - alive["resident"] > saving / 2
