@@ -63,8 +63,9 @@ def figures(found: list[Record]) -> str:
 
 def _table(found: Iterable[Record]) -> str:
     head = (
-        "| workload | precision | method | cap GiB | ms (median) | predicted | peak GiB | predicted "
-        "| reserved | retries |\n|---|---|---|---|---|---|---|---|---|---|\n"
+        "| workload | precision | method | cap GiB | ms (median) | predicted | peak GiB "
+        "| predicted | reserved | retries |\n"
+        f"{'|---' * 10}|\n"
     )
     return head + "".join(f"| {' | '.join(_row(r))} |\n" for r in found)
 

@@ -22,8 +22,9 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_iter
 
+from belady.eager.limits import Limits
 from belady.errors import BeladyError, StaleValueError
-from belady.virtual import IterationStats, Limits, VirtualMemory
+from belady.virtual import IterationStats, VirtualMemory
 
 INTERRUPTED = 130
 

@@ -47,7 +47,12 @@ def parse_bytes(value: object, what: str = "budget") -> int:
         raise BudgetError(
             f"{what} must be bytes as a number or text such as '12GiB', not {value!r}"
         )
-    amount = _parse_text(value, what) if isinstance(value, str) else value
+    amount: float | int
+    if isinstance(value, str):
+        amount = _parse_text(value, what)
+    else:
+        # numpy's integers must not lose bits on the way through float.
+        amount = int(value) if isinstance(value, numbers.Integral) else float(value)
     if not math.isfinite(amount):
         raise BudgetError(f"{what} must be finite, not {value!r}")
     if not 0 <= amount <= _LARGEST:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -121,7 +121,7 @@ class VirtualMemory:
         self,
         module: torch.nn.Module,
         args: tuple[Any, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Make ``module`` a root, from its next call on.
 
@@ -131,7 +131,7 @@ class VirtualMemory:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"models must be torch.nn.Module, not {type(module).__name__}")
         if self._tracker.add(module) and args is not None:
-            self._tracker.enter(module, args, kwargs or {})
+            self._tracker.enter(module, args, dict(kwargs or {}))
 
     def iteration(self) -> AbstractContextManager[None]:
         """Make a block one iteration, and manage what a loss saves outside the roots too.

@@ -1,7 +1,8 @@
 """`save_on` changes no gradient of any operator that PyTorch knows, and hides no error.
 
 Operators and samples come from PyTorch's own database. Without options a slice is run:
-every `STRIDE`-th operator and the ones of `CHOSEN`, a few samples each. All of it, with every sample::
+every `STRIDE`-th operator and the ones of `CHOSEN`, a few samples each. All of it, with every
+sample (half an hour)::
 
     pytest tests/conformance/test_operators.py --all-operators
 """
@@ -9,11 +10,13 @@ every `STRIDE`-th operator and the ones of `CHOSEN`, a few samples each. All of 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing._internal.autograd_function_db import autograd_function_db
 from torch.testing._internal.common_methods_invocations import op_db
 
@@ -26,11 +29,12 @@ SAMPLES = 2
 # Each saves something in a way of its own.
 CHOSEN = frozenset(
     {
-        "cumprod", "exp", "fft.rfft", "gather", "index_put", "linalg.det", "linalg.eigh",
-        "linalg.slogdet", "linalg.svd", "logcumsumexp", "masked_select", "matmul", "nn.functional.batch_norm",
-        "nn.functional.conv2d", "nn.functional.dropout", "nn.functional.embedding",
-        "nn.functional.max_pool2d", "nn.functional.rrelu", "nn.functional.scaled_dot_product_attention",
-        "nn.functional.silu", "norm", "prod", "sgn", "sort", "view_as_complex", "where",
+        "cumprod", "exp", "fft.rfft", "gather", "index_put", "linalg.cond", "linalg.det",
+        "linalg.eigh", "linalg.slogdet", "linalg.svd", "logcumsumexp", "masked_select", "matmul",
+        "nn.functional.batch_norm", "nn.functional.conv2d", "nn.functional.dropout",
+        "nn.functional.embedding", "nn.functional.max_pool2d", "nn.functional.rrelu",
+        "nn.functional.scaled_dot_product_attention", "nn.functional.silu", "norm", "prod", "sgn",
+        "sort", "view_as_complex", "where",
     }
 )  # fmt: skip
 OPERATORS = [op for op in (*op_db, *autograd_function_db) if op.supports_autograd]
@@ -84,12 +88,48 @@ def check_sample(operator: Any, device: str, sample: Any, what: str, report: Rep
             report.failures.append(f"{what}, {tier}: abandoned forward leaks")
 
 
+def recurrent(x: Tensor, *weights: Tensor) -> Tensor:
+    state = x.new_zeros(1, x.shape[0], 6)
+    return torch.lstm(x, (state, state), weights, True, 1, 0.0, True, False, True)[0]
+
+
+def recurrent_sample(device: str, transposed: bool) -> SimpleNamespace:
+    """A sample as the database would hold it, had it recurrent layers."""
+    torch.manual_seed(0)
+    shapes = [(24, 5), (24, 6), (24,), (24,)]
+    weights = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    x = torch.randn(4, 3, 5, device=device)
+    x = x.transpose(0, 1) if transposed else x
+    return SimpleNamespace(
+        input=x.requires_grad_(), args=weights, kwargs={}, output_process_fn_grad=lambda out: out
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_recurrent_layer(transposed: bool, device: str) -> None:
+    operator = SimpleNamespace(
+        op=recurrent, supports_gradgrad=False, inplace_variant=None, supports_inplace_autograd=False
+    )
+    report = Report()
+    check_sample(operator, device, recurrent_sample(device, transposed), "lstm", report)
+    assert report.failures == []
+    assert report.compared > 0
+
+
 def check(operator: Any, device: str, limit: int | None) -> Report:
     report = Report()
     for dtype in dtypes(operator, device):
         for number, sample in enumerate(samples(operator, device, dtype, limit)):
             check_sample(operator, device, sample, f"{dtype} sample {number}", report)
     return report
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -15,6 +15,7 @@ from belady.ir.legality import check
 from belady.ir.plan import Budget, Plan, Workspace
 from belady.ir.trace import Phase, Trace
 from belady.planners import POLICIES, Planner, plan, smallest_budget
+from belady.planners.moves import read_by
 from belady.simulate.engine import simulate
 from tests.support.strategies import instances, machine, random_trace
 
@@ -130,7 +131,8 @@ def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
     made = plan(policy, long_chain, hardware, Budget(smallest))
     seconds = time.process_time() - start
     assert made.decisions or policy == "baseline"
-    assert seconds < 5
+    # The automatic policy asks four others.
+    assert seconds < (15 if policy == "auto" else 5)
 
 
 def test_unknown_policy(long_chain: Trace) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,10 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import belady
 from belady.eager.hooks import HookPair
 from belady.eager.planned import Planned
-from belady.ir.hardware import Capacity, HardwareProfile
-from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Decision, Encode, Keep, Offload, Plan
-from belady.ir.run import Run
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier, Trace
 from belady.memory.carrier import Carrier
@@ -43,9 +39,7 @@ class ReusingLanes(ThreadLanes):
         super().__init__(seconds)
         self.overwritten = 0
 
-    def copy(
-        self, lane: Lane, target: Tensor, source: Tensor, after: Iterable[Fence]
-    ) -> Fence:
+    def copy(self, lane: Lane, target: Tensor, source: Tensor, after: Iterable[Fence]) -> Fence:
         if lane is Lane.COPY_IN:
             target.fill_(POISON)
         return super().copy(lane, _Loose(target, self), _Loose(source, self), after)
@@ -88,27 +82,28 @@ def hostile_carrier(kind: str) -> CarrierUnderTest:
     return CarrierUnderTest(device, files=files, poisoned=True, lanes=lanes)
 
 
-def observed(task: Task, step: Step, device: str) -> Run:
+def observed(task: Task, step: Step, device: str) -> Trace:
     """What one steady iteration does."""
     training = Training(task, device)
     with belady.virtualize(training.models, ROOM, policy="floor") as vm:
         training.run(step, range(3))
         run = vm.run()
     assert run is not None
-    return run
+    return run.trace
 
 
-def random_plan(run: Run, kind: str, seed: int) -> Plan:
-    """Any legal decision for every saved value, not only the sensible ones."""
-    trace = run.trace
+def random_plan(trace: Trace, kind: str, seed: int) -> Plan:
+    """Any decision for every saved value.
+
+    The times of each are in order, and that is all: many of these moves gain nothing, and the
+    engine must still get them right.
+    """
     tiers = [Tier.DISK] if kind == "direct" else [Tier.HOST, Tier.DISK]
     chance = random.Random(seed)
     assignments = [
         Assignment(value, _decision(trace, value, tiers, chance)) for value in trace.saved
     ]
-    plan = Plan(trace.fingerprint, "random/1", Budget(ROOM), tuple(assignments))
-    assert check(trace, _with_host(run.hardware), plan, Budget(ROOM)).problems == ()
-    return plan
+    return Plan(trace.fingerprint, "random/1", Budget(ROOM), tuple(assignments))
 
 
 def _decision(trace: Trace, index: int, tiers: list[Tier], chance: random.Random) -> Decision:
@@ -126,11 +121,6 @@ def _decision(trace: Trace, index: int, tiers: list[Tier], chance: random.Random
 def _moment(first: int, last: int, chance: random.Random) -> int:
     """A boundary, more often than not at one of the ends, where the mistakes are."""
     return chance.choice([first, min(first + 1, last), last, chance.randint(first, last)])
-
-
-def _with_host(hardware: HardwareProfile) -> HardwareProfile:
-    others = [c for c in hardware.capacities if c.tier is not Tier.HOST]
-    return replace(hardware, capacities=(*others, Capacity(Tier.HOST, ROOM)))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from belady.ir.hardware import Allocator, HardwareProfile, Link
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Decision, Encode, Offload, Plan
+from belady.ir.residency import away
 from belady.ir.trace import Tier, Trace
 from belady.simulate import bound, simulate
 from tests.support.strategies import instances, machine, random_trace
@@ -35,13 +36,15 @@ def cases(draw: st.DrawFn, *, encode: bool) -> tuple[Trace, HardwareProfile, Pla
         inside = st.integers(value.first_save, last)
         points = sorted(draw(st.lists(inside, min_size=4, max_size=4)))
         decision: Decision
-        if kind == "away":
-            # As long as can be: what lowers the peak.
-            tier = draw(st.sampled_from(tiers))
-            decision = Offload(tier, value.first_save - 1, points[0], last, last)
-        elif kind == "offload":
+        if kind in ("away", "offload"):
             tier = draw(st.sampled_from(tiers))
             decision = Offload(tier, points[0] - 1, points[1], points[2], points[3])
+            if kind == "away":
+                # As long as can be: what lowers the peak.
+                decision = Offload(tier, value.first_save - 1, points[0], last, last)
+            gone, back = away(trace, index, decision)
+            if gone >= back or trace.storages[value.storage].nbytes == 0:
+                continue
         elif kind == "encode":
             nbytes = trace.storages[value.storage].nbytes // 4
             decision = Encode("narrow", nbytes, points[0], points[3])
@@ -174,7 +177,9 @@ def test_no_plan_beats_the_bound_of_a_longer_trace(rng: random.Random, device: s
         first, last = trace.values[index].first_save, trace.values[index].first_read
         if last is not None and last - first > 2 * near and rng.random() < share:
             decision = Offload(tier, first - 1, first + near, last - near, last)
-            chosen.append(Assignment(index, decision))
+            gone, back = away(trace, index, decision)
+            if gone < back:
+                chosen.append(Assignment(index, decision))
     hardware = one_path(hardware, rng.choice((0.3, 0.5, 0.85, 1.0)))
     not_below_the_bound(trace, hardware, plan_for(trace, tuple(chosen)), 0.0)
 

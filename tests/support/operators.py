@@ -96,9 +96,7 @@ def _double(sample: Sample, given: Any, saving: Saving) -> list[Tensor]:
     with saving():
         results = sample.call(given)
         weights = [torch.randn_like(t).requires_grad_() for t in results]
-        first = torch.autograd.grad(
-            results, leaves, weights, create_graph=True, allow_unused=True
-        )
+        first = torch.autograd.grad(results, leaves, weights, create_graph=True, allow_unused=True)
     again = [t for t in first if t is not None and t.requires_grad]
     pull = [torch.randn_like(t) for t in again]
     second = torch.autograd.grad(again, [*leaves, *weights], pull, allow_unused=True)
@@ -111,7 +109,9 @@ def _in_place(sample: Sample, given: Any, saving: Saving) -> list[Tensor]:
         # A leaf cannot be changed in place, so the operator changes a copy of it.
         results = sample.call((tree_map_only(Tensor, torch.clone, first), args, kwargs))
     weights = [torch.randn_like(t) for t in results]
-    return _present(results, torch.autograd.grad(results, _leaves(given), weights, allow_unused=True))
+    return _present(
+        results, torch.autograd.grad(results, _leaves(given), weights, allow_unused=True)
+    )
 
 
 def _stale(sample: Sample, given: Any, saving: Saving, which: int) -> list[Tensor]:

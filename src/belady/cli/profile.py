@@ -31,8 +31,8 @@ def profile(
 
     Options after SCRIPT belong to the script.
     """
+    from belady.eager.limits import Limits
     from belady.launch import LaunchOptions, run_script
-    from belady.virtual import Limits
 
     limits = Limits(budget=NO_LIMIT, spill_dir=spill_dir, policy="baseline")
     options = LaunchOptions(limits, module=module, iterations=iterations)

@@ -49,8 +49,8 @@ def run(
 
     Options after SCRIPT belong to the script, and so do its output and its exit code.
     """
+    from belady.eager.limits import Limits
     from belady.launch import LaunchOptions, run_script
-    from belady.virtual import Limits
 
     limits = Limits(
         budget=parse_bytes(budget, "--budget"),

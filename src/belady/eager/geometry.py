@@ -70,8 +70,8 @@ def content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether the tensor's bytes may be moved and brought back by belady.
 
-    Anything else (subclass, sparse, nested, quantized, functorch wrapper, other device, no bytes) passes
-    through untouched.
+    Anything else (subclass, sparse, nested, quantized, functorch wrapper, other device, no bytes)
+    passes through untouched.
     """
     return (
         type(tensor) in _PLAIN

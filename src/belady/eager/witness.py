@@ -39,10 +39,10 @@ def demand_unchanged(shadow: torch.Tensor, version: int, shape: torch.Size | Non
     if shadow._version != version:
         if shape is None and not shadow.is_nested:
             shape = shadow.shape
+        what = "a saved tensor" if shape is None else f"a saved tensor of shape {list(shape)}"
         raise StaleValueError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a saved tensor of shape {'?' if shape is None else list(shape)} is at version {shadow._version}; "
-            f"expected version {version} instead. Hint: enable anomaly detection to find the "
-            "operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
+            f"operation: {what} is at version {shadow._version}; expected version {version} "
+            "instead. Hint: enable anomaly detection to find the operation that failed to compute "
+            "its gradient, with torch.autograd.set_detect_anomaly(True)."
         )

@@ -118,6 +118,15 @@ class HardwareProfile:
         """Bytes that ``tier`` can hold; 0 for a tier that is absent."""
         return next((c.nbytes for c in self.capacities if c.tier is tier), 0)
 
+    def stops(self, tier: Tier) -> tuple[Tier, ...]:
+        """Tiers that a value passes on its way from the device to ``tier``.
+
+        On the way to disk it is staged in pinned memory where the machine has that.
+        """
+        if tier is Tier.DISK and self.capacity(Tier.HOST) > 0:
+            return Tier.DEVICE, Tier.HOST, Tier.DISK
+        return Tier.DEVICE, tier
+
     def link(self, source: Tier, target: Tier) -> Link | None:
         """The link from ``source`` to ``target``, or None when there is none."""
         return next((x for x in self.links if (x.source, x.target) == (source, target)), None)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from belady.errors import InfeasibleBudgetError, PlanMismatchError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Encode, Managed, Offload, Plan, Recompute
-from belady.ir.residency import curve, intervals, tier_curve
+from belady.ir.residency import away, curve, intervals, tier_curve
 from belady.ir.trace import Tier, Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason why a plan cannot run; ``op``, ``value``, ``nbytes`` are -1 where none is meant."""
+    """One reason why a plan may not run; -1 where no op, value or number of bytes is meant."""
 
     message: str
     op: int = -1
@@ -70,14 +71,15 @@ def check(trace: Trace, hardware: HardwareProfile, plan: Plan, budget: Budget) -
     if problems:
         return Verdict(0, 0, 0, 0, tuple(problems))
     problems += _not_executable(plan)
+    problems += _unreachable(hardware, plan)
     for value, decision in plan.decisions.items():
-        problems += _decision_problems(trace, hardware, value, decision)
+        problems += _decision_problems(trace, value, decision)
     if problems:
         return Verdict(0, 0, 0, 0, tuple(problems))
-    held = curve(trace, plan, hardware.allocator)
+    spans = intervals(trace, plan)
+    held = curve(trace, plan, hardware.allocator, spans)
     peak_op = max(range(len(held)), key=held.__getitem__, default=0)
     peak = held[peak_op] if held else 0
-    spans = intervals(trace, plan)
     host = max(tier_curve(spans, Tier.HOST, len(trace.ops)), default=0)
     disk = max(tier_curve(spans, Tier.DISK, len(trace.ops)), default=0)
     problems += _over_budget(trace, hardware, budget, peak, peak_op)
@@ -135,9 +137,31 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
             yield Problem(f"value {value}: no engine carries out {kind} yet", value=value)
 
 
-def _decision_problems(
-    trace: Trace, hardware: HardwareProfile, index: int, decision: object
-) -> Iterator[Problem]:
+def _unreachable(hardware: HardwareProfile, plan: Plan) -> Iterator[Problem]:
+    """Tiers that the plan uses and this machine has not, or has no link to or from."""
+    users: dict[Tier, int] = {}
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, Offload):
+            users.setdefault(decision.tier, value)
+    for tier, value in users.items():
+        if tier is Tier.DEVICE:
+            yield Problem(f"value {value}: offload to the device itself", value=value)
+        elif hardware.capacity(tier) <= 0:
+            yield Problem(
+                f"value {value}: machine {hardware.name!r} has no tier {tier.value}", value=value
+            )
+        else:
+            for near, far in pairwise(hardware.stops(tier)):
+                for ends in ((near, far), (far, near)):
+                    if hardware.link(*ends) is None:
+                        yield Problem(
+                            f"value {value}: machine {hardware.name!r} has no link from "
+                            f"{ends[0].value} to {ends[1].value}",
+                            value=value,
+                        )
+
+
+def _decision_problems(trace: Trace, index: int, decision: object) -> Iterator[Problem]:
     value = trace.values[index]
     storage = trace.storages[value.storage]
     if not value.saves:
@@ -149,7 +173,7 @@ def _decision_problems(
     # Reads may never come (backward of some outputs only); then the drop bounds the decision.
     last = value.first_read if value.first_read is not None else value.dropped
     if isinstance(decision, Offload):
-        yield from _offload_problems(hardware, index, decision, (value.first_save, last))
+        yield from _offload_problems(trace, index, decision, last)
     elif isinstance(decision, Encode) and not (
         value.first_save <= decision.encode_at <= decision.decode_at <= last
     ):
@@ -160,20 +184,22 @@ def _decision_problems(
         )
 
 
-def _offload_problems(
-    hardware: HardwareProfile, index: int, decision: Offload, window: tuple[int, int]
-) -> Iterator[Problem]:
-    saved, read = window
-    if decision.tier is Tier.DEVICE:
-        yield Problem(f"value {index}: offload to the device itself", value=index)
-    elif hardware.capacity(decision.tier) <= 0:
-        yield Problem(f"value {index}: this machine has no tier {decision.tier.value}", value=index)
+def _offload_problems(trace: Trace, index: int, decision: Offload, read: int) -> Iterator[Problem]:
+    saved = trace.values[index].first_save
     out, free = decision.copy_out_after + 1, decision.free_at
     back, ready = decision.copy_in_at, decision.ready_by
     if not saved <= out <= free <= back <= ready <= read:
         yield Problem(
             f"value {index}: saved at {saved}, copied out at {out}, freed at {free}, copied in at "
             f"{back}, ready by {ready}, read at {read}: these must not decrease",
+            value=index,
+        )
+        return
+    gone, returned = away(trace, index, decision)
+    if gone >= returned or trace.storages[trace.values[index].storage].nbytes == 0:
+        yield Problem(
+            f"value {index}: its bytes would be off the device for no op: gone at {gone}, back at "
+            f"{returned}",
             value=index,
         )
 

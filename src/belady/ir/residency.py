@@ -8,17 +8,17 @@ decide only stalls.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from typing import NamedTuple
 
+from belady.errors import PlanMismatchError
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Decision, Encode, Offload, Plan
 from belady.ir.trace import Tier, Trace, Value
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """``nbytes`` held in ``tier`` for every op ``i`` with ``start <= i < end``.
 
     ``storage`` and ``value`` say on whose account; ``value`` is -1 for the original bytes.
@@ -41,10 +41,11 @@ def next_anchor(trace: Trace, boundary: int) -> int:
 
 
 def offload_boundaries(trace: Trace, decision: Offload) -> tuple[int, int, int]:
-    """Boundaries at which an Offload really acts: copy-out issued, bytes freed, bytes taken back.
+    """Boundaries from which an Offload is due: copy-out, letting go of the bytes, copy-in.
 
-    An eager engine acts at anchors, so each is rounded up to the next one; the copy-in at the
-    latest at the read itself.
+    An eager engine acts at anchors, so each is rounded up to the next one; the copy-in is due at
+    ``ready_by`` at the latest, but never before the bytes are let go. What is due is done at the
+    next anchor, if the value is still saved then; see `away`.
     """
     out = next_anchor(trace, decision.copy_out_after + 1)
     free = max(out, next_anchor(trace, decision.free_at))
@@ -52,18 +53,32 @@ def offload_boundaries(trace: Trace, decision: Offload) -> tuple[int, int, int]:
     return out, free, max(back, free)
 
 
+def away(trace: Trace, index: int, decision: Offload) -> tuple[int, int]:
+    """Boundaries between which the bytes of a value are off the device under ``decision``.
+
+    The first is where the original is gone, as far as other saved values of its storage allow;
+    the second where device bytes are taken back, or the value is let go. They are off for no op
+    if the first is not below the second.
+    """
+    value = trace.values[index]
+    released = trace.storages[value.storage].released
+    stay = next((stay for stay in _stays(trace, value, decision) if stay.out < stay.end), None)
+    if stay is None:
+        return value.dropped, value.dropped
+    return max(stay.free, released), stay.back
+
+
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     """Every span of bytes held in any tier under ``plan``."""
     decisions = plan.decisions
     # A storage none of whose values moves lives as it was traced.
     kept = [storage.death for storage in trace.storages]
-    for index in decisions:
-        storage = trace.values[index].storage
-        kept[storage] = trace.storages[storage].released
     moved_storages = {trace.values[index].storage for index in decisions}
+    for index in moved_storages:
+        kept[index] = trace.storages[index].released
     extra: list[Interval] = []
     for index, value in enumerate(trace.values):
-        if value.storage not in moved_storages:
+        if value.storage not in moved_storages or not value.saves:
             continue
         until, moved = _where(trace, index, decisions.get(index))
         kept[value.storage] = max(kept[value.storage], until)
@@ -75,16 +90,26 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     return originals + extra
 
 
-def curve(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
-    """Device bytes held during each op, allocator rounding and workspace included."""
-    held = tier_curve(intervals(trace, plan), Tier.DEVICE, len(trace.ops), allocator)
-    chosen = dict(plan.layer_algorithms)
+def curve(
+    trace: Trace, plan: Plan, allocator: Allocator, spans: Iterable[Interval] | None = None
+) -> list[int]:
+    """Device bytes held during each op, allocator rounding and workspace included.
+
+    Parameters
+    ----------
+    spans
+        What `intervals` gives for ``trace`` and ``plan``, if it is known already.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan chooses an algorithm that its op does not have.
+    """
+    spans = intervals(trace, plan) if spans is None else spans
+    held = tier_curve(spans, Tier.DEVICE, len(trace.ops), allocator)
+    chosen = _chosen_workspaces(trace, plan)
     for index, op in enumerate(trace.ops):
-        workspace = op.workspace_bytes
-        if index in chosen:
-            name = chosen[index]
-            workspace = next(a.workspace_bytes for a in op.algorithms if a.name == name)
-        held[index] += allocator.held(workspace)
+        held[index] += allocator.held(chosen.get(index, op.workspace_bytes))
     return held
 
 
@@ -93,47 +118,95 @@ def tier_curve(
 ) -> list[int]:
     """Bytes held in ``tier`` during each of ``length`` ops."""
     change = [0] * (length + 1)
-    for span in spans:
-        if span.tier is tier and span.start < span.end:
-            nbytes = allocator.held(span.nbytes) if allocator else span.nbytes
-            change[min(span.start, length)] += nbytes
-            change[min(span.end, length)] -= nbytes
+    for where, _, _, start, end, asked in spans:
+        if where is tier and start < end:
+            nbytes = allocator.held(asked) if allocator else asked
+            change[min(start, length)] += nbytes
+            change[min(end, length)] -= nbytes
     return list(accumulate(change[:length]))
 
 
 def reload_end(trace: Trace, value: Value) -> int:
-    """Boundary until which a copy brought back for backward is held.
+    """Boundary until which bytes that backward takes back are held.
 
     Usually until the last save is dropped; longer when backward hands the bytes on (a gradient
-    that is a view of a saved tensor), which a kept storage shows as a later death.
+    that is a view of a saved tensor), which a kept storage shows as a death after every drop.
     """
     storage = trace.storages[value.storage]
     first = value.first_read
-    if first is not None and storage.released < first:
-        return max(value.dropped, storage.death)
+    handed_on = storage.death > trace.last_drops[value.storage]
+    if handed_on and first is not None and storage.released < first:
+        return storage.death
     return value.dropped
+
+
+class _Stay(NamedTuple):
+    """What an Offload makes of one uninterrupted time for which a value is saved.
+
+    Boundaries: first save and last drop; copy-out issued, original let go, bytes taken back.
+    Each of the last three is ``end`` where it does not come to pass.
+    """
+
+    start: int
+    end: int
+    out: int
+    free: int
+    back: int
+
+
+def _stays(trace: Trace, value: Value, decision: Offload) -> Iterator[_Stay]:
+    """What the engine does, time by time: when the last save is dropped, it forgets the value."""
+    due_out, due_free, due_back = offload_boundaries(trace, decision)
+    due_back = next_anchor(trace, due_back)
+    for start, end, reads in _times_saved(value):
+        if not start <= due_out < end:
+            # Never sent, so the original stays.
+            yield _Stay(start, end, end, end, end)
+            continue
+        free = min(due_free, end)
+        # A read finds the original where it is still there, and else brings back what is not here.
+        read = min((read for read in reads if read >= free), default=end)
+        yield _Stay(start, end, due_out, free, min(due_back, read, end))
+
+
+def _times_saved(value: Value) -> Iterator[tuple[int, int, list[int]]]:
+    """First save, last drop and reads of each uninterrupted time for which a value is saved."""
+    saves = value.saves
+    if len(saves) > 1:
+        saves = tuple(sorted(saves, key=lambda save: save.packed))
+    start, end, reads = saves[0].packed, saves[0].dropped, [*saves[0].reads]
+    for save in saves[1:]:
+        # At one boundary a drop may come before a save; then the engine has forgotten the value.
+        if save.packed >= end:
+            yield start, end, reads
+            start, end, reads = save.packed, save.dropped, []
+        end = max(end, save.dropped)
+        reads += save.reads
+    yield start, end, reads
 
 
 def _where(trace: Trace, index: int, decision: Decision | None) -> tuple[int, list[Interval]]:
     """Boundary until which the value holds its storage, and the bytes held elsewhere meanwhile."""
-    value = trace.values[index]
     if isinstance(decision, Offload):
         return _offloaded(trace, index, decision)
     if isinstance(decision, Encode):
         return _encoded(trace, index, decision)
-    return (value.dropped if value.saves else 0), []
+    return reload_end(trace, trace.values[index]), []
 
 
 def _offloaded(trace: Trace, index: int, decision: Offload) -> tuple[int, list[Interval]]:
     value = trace.values[index]
     nbytes = trace.storages[value.storage].nbytes
-    out, free, back = offload_boundaries(trace, decision)
-    end = reload_end(trace, value)
-    moved = [
-        Interval(decision.tier, value.storage, index, out, value.dropped, nbytes),
-        Interval(Tier.DEVICE, value.storage, index, back, end, nbytes),
-    ]
-    return free, moved
+    beyond = reload_end(trace, value) - value.dropped
+    moved = []
+    until = 0
+    for stay in _stays(trace, value, decision):
+        until = max(until, stay.free)
+        moved.append(Interval(decision.tier, value.storage, index, stay.out, stay.end, nbytes))
+        if stay.back < stay.end:
+            end = stay.end + beyond
+            moved.append(Interval(Tier.DEVICE, value.storage, index, stay.back, end, nbytes))
+    return until, moved
 
 
 def _encoded(trace: Trace, index: int, decision: Encode) -> tuple[int, list[Interval]]:
@@ -147,3 +220,15 @@ def _encoded(trace: Trace, index: int, decision: Encode) -> tuple[int, list[Inte
         Interval(Tier.DEVICE, value.storage, index, decision.decode_at, end, nbytes),
     ]
     return decision.encode_at, held
+
+
+def _chosen_workspaces(trace: Trace, plan: Plan) -> dict[int, int]:
+    """Scratch bytes of the ops whose algorithm the plan chooses."""
+    chosen: dict[int, int] = {}
+    for index, name in plan.layer_algorithms:
+        known = trace.ops[index].algorithms if 0 <= index < len(trace.ops) else ()
+        found = [algorithm.workspace_bytes for algorithm in known if algorithm.name == name]
+        if not found:
+            raise PlanMismatchError(f"op {index} has no algorithm {name!r}")
+        chosen[index] = found[0]
+    return chosen

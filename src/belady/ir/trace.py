@@ -235,7 +235,7 @@ class Trace:
     roots
         Class name of the root of each pass, in order.
     anchors
-        Boundaries at which an eager engine gets control (saves and reads of saved values),
+        Boundaries at which an eager engine gets control (saves, and the first read of each),
         ascending; empty means every boundary (graph engine).
     versions
         Names and versions of the software that made it, e.g. ``("torch", "2.11.0")``.
@@ -265,8 +265,17 @@ class Trace:
         )
 
     @cached_property
+    def last_drops(self) -> dict[int, int]:
+        """Boundary at which autograd lets go of the last saved value of each storage."""
+        last: dict[int, int] = {}
+        for value in self.values:
+            if value.saves:
+                last[value.storage] = max(last.get(value.storage, 0), value.dropped)
+        return last
+
+    @cached_property
     def fingerprint(self) -> str:
-        """Name of the structure (all but seconds, workspaces, source and versions), 16 hex digits."""
+        """Name of the structure (not seconds, workspaces, source, versions), 16 hex digits."""
         digest = hashlib.sha256()
         for op in self.ops:
             digest.update(repr((op.name, op.phase, op.reads, op.writes)).encode())

@@ -7,42 +7,42 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from belady.errors import TraceError
 from belady.ir.trace import Trace
-from belady.measure.static import operand_shapes
+from belady.measure.static import record, static_document
 
 # Shapes of the tensor operands of every op.
 Shapes = Sequence[Sequence[tuple[int, ...]]]
 
 
-def batch_shapes(
-    module: torch.nn.Module, call: tuple[Any, Any], device: torch.device
-) -> tuple[Shapes, Shapes] | None:
-    """Operand shapes of a static trace of the call, and of one with a batch larger by one.
+def static_trace_with_batch(
+    module: torch.nn.Module, call: tuple[Any, Any], device: torch.device, state_copies: int = 2
+) -> Trace:
+    """Like `belady.measure.static.static_trace`, with ``Op.batch_dims`` where they can be known.
 
-    Parameters
-    ----------
-    call
-        ``(args, kwargs)``; the batch is the first dimension of every tensor in it.
+    The batch is the first dimension of every tensor in the call. Where these differ, or one
+    sample more cannot be traced or runs other ops, nothing is known.
 
-    Returns
-    -------
-    tuple or None
-        None where the tensors have no such dimension in common, or the larger call fails.
+    Raises
+    ------
+    TraceError
+        If the call itself cannot be faked.
     """
+    recorder = record(module, call, device, state_copies)
+    trace = static_document(module, recorder)
     tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.shape[:1] for tensor in tensors}
     if len(sizes) != 1 or sizes == {torch.Size()}:
-        return None
+        return trace
     try:
-        return (
-            operand_shapes(module, call, device),
-            operand_shapes(module, tree_map_only(torch.Tensor, _one_more, call), device),
-        )
+        larger = record(module, call, device, state_copies, more_samples=1)
     except TraceError:
-        return None
+        return trace
+    if [op.name for op in larger.ops] != [op.name for op in recorder.ops]:
+        return trace
+    return with_batch_dims(trace, recorder.shapes, larger.shapes)
 
 
 def with_batch_dims(trace: Trace, shapes: Shapes, larger: Shapes) -> Trace:
@@ -51,34 +51,25 @@ def with_batch_dims(trace: Trace, shapes: Shapes, larger: Shapes) -> Trace:
     Parameters
     ----------
     shapes, larger
-        What `batch_shapes` gives for the call that was traced.
+        Operand shapes op by op: as traced, and with one sample more.
 
     Returns
     -------
     Trace
-        With ``Op.batch_dims``: the dimension that grew by one, None where there is no single one
-        (a parameter, a flattened batch). Unchanged where another batch runs other ops.
+        With ``Op.batch_dims``: the dimension that grew by one, or None where there is no single
+        such dimension (a parameter, a batch folded into another dimension).
     """
-    if not len(trace.ops) == len(shapes) == len(larger):
-        return trace
-    ops = []
-    for op, before, after in zip(trace.ops, shapes, larger, strict=True):
-        if len(before) != len(after):
-            return trace
-        dims = tuple(_grown(*pair) for pair in zip(before, after, strict=True))
-        ops.append(replace(op, batch_dims=dims))
+    ops = (
+        replace(op, batch_dims=tuple(_grown(*pair) for pair in zip(before, after, strict=True)))
+        for op, before, after in zip(trace.ops, shapes, larger, strict=True)
+    )
     return replace(trace, ops=tuple(ops))
 
 
 def _grown(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
     if len(before) != len(after):
         return None
-    changed = [dim for dim, (low, high) in enumerate(zip(before, after, strict=True)) if low != high]
-    one = len(changed) == 1 and after[changed[0]] == before[changed[0]] + 1
-    return changed[0] if one else None
-
-
-def _one_more(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor with one sample more; only its geometry counts."""
-    count, *rest = tensor.shape
-    return tensor.detach()[:1].expand(count + 1, *rest).requires_grad_(tensor.requires_grad)
+    changed = [dim for dim, size in enumerate(before) if after[dim] != size]
+    if len(changed) != 1 or after[changed[0]] != before[changed[0]] + 1:
+        return None
+    return changed[0]

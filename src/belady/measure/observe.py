@@ -69,12 +69,13 @@ def assemble(
         Value(raw.storage, raw.version, raw.producer, tuple(raw.uses), tuple(saves.get(index, ())))
         for index, raw in enumerate(recorder.values)
     )
-    anchors = {b for of in saves.values() for save in of for b in (save.packed, *save.reads)}
+    # The engine knows a handle by its first read alone.
+    anchors = {b for of in saves.values() for save in of for b in (save.packed, *save.reads[:1])}
     return Trace(
         source,
         recorder.device.type,
         roots,
-        tuple(_ops(recorder, first)),
+        tuple(_ops(recorder, first, timed=source is not Source.STATIC)),
         tuple(storages),
         values,
         tuple(sorted(anchors)),
@@ -105,16 +106,15 @@ def _first_op_by_sequence(recorder: Recorder) -> dict[int, int]:
     return first
 
 
-def _ops(recorder: Recorder, first: dict[int, int]) -> list[Op]:
+def _ops(recorder: Recorder, first: dict[int, int], *, timed: bool) -> list[Op]:
     ops = []
     timings = recorder.clock.results()
-    bias = dispatch_seconds()
-    for raw, (seconds, workspace) in zip(recorder.ops, timings, strict=True):
+    bias = dispatch_seconds() if timed else 0.0
+    for raw, run in zip(recorder.ops, timings, strict=True):
         forward = first.get(raw.sequence) if raw.phase is Phase.BACKWARD else None
         origin = raw if forward is None else recorder.ops[forward]
-        ops.append(
-            _op(raw, origin, (forward, max(raw.host_seconds - bias, 0.0)), (seconds, workspace))
-        )
+        host_seconds = max(raw.host_seconds - bias, 0.0) if timed else 0.0
+        ops.append(_op(raw, origin, (forward, host_seconds), run))
     return ops
 
 
@@ -171,7 +171,7 @@ def _save(recorder: Recorder, raw: RawSave, first: dict[int, int]) -> Save:
         raw.packed,
         tuple(raw.reads),
         end if raw.dropped is None else raw.dropped,
-        raw.value not in recorder.ops[op].writes,
+        recorder.values[raw.value].producer < op,
         raw.module,
         raw.shape,
         raw.stride,

@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes
     ----------
     shapes
-        Where a list is put here: the shapes of the tensor operands of every op.
+        Of the tensor operands of every op.
     """
 
     supports_higher_order_operators = True
@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.modules: list[str] = []
         self.paused = 0
         self.contents: dict[int, int] = {}
-        self.shapes: list[list[tuple[int, ...]]] | None = None
+        self.shapes: list[tuple[tuple[int, ...], ...]] = []
         self._index: dict[int, int] = {}
         self._anchored: list[Any] = []
         self._last = perf_counter()
@@ -112,7 +112,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reloaded(self, save: int, tensor: torch.Tensor) -> None:
         """The bytes of a saved value exist again, as the storage of ``tensor``."""
-        storage = self.values[self.saves[save].value].storage
+        value = self.saves[save].value
+        if value < 0 or not self._visible(tensor):
+            return
+        storage = self.values[value].storage
         if self._index.get(tensor.untyped_storage()._cdata) != storage:
             self._watch(tensor.untyped_storage(), storage, birth=len(self.ops))
 
@@ -177,8 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             communicates=name.startswith(("c10d", "_c10d_functional")),
         )
         operands = list(tensors_in((*args, *kwargs.values())))
-        if self.shapes is not None:
-            self.shapes.append([tuple(tensor.shape) for tensor in operands])
+        self.shapes.append(tuple(tuple(tensor.shape) for tensor in operands))
         reads = []
         for position, tensor in enumerate(operands):
             value = self._value_of(tensor)
@@ -197,10 +199,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = self._writes[func] = written_arguments(func)
         written = [self._rewritten(tensor) for tensor in tensors_in(mutated(known, args, kwargs))]
         op.mutates = bool(written)
-        for tensor in tensors_in((result,)):
-            if self._visible(tensor) and tensor.untyped_storage()._cdata not in self._index:
-                value = self._born(tensor, None, producer)
-                written.append(value)
+        written += [
+            self._born(tensor, None, producer)
+            for tensor in tensors_in((result,))
+            if self._visible(tensor) and tensor.untyped_storage()._cdata not in self._index
+        ]
         op.writes = tuple(dict.fromkeys(value for value in written if value >= 0))
 
     # -- storages and values -----------------------------------------------------------------

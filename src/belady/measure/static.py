@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from belady.measure.clock import NoClock
 from belady.measure.modules import module_paths
 from belady.measure.observe import assemble
 from belady.measure.recorder import Recorder
+from belady.measure.untouched import untouched
 
 
 def static_trace(
@@ -42,12 +42,42 @@ def static_trace(
     TraceError
         If the call cannot be faked (data-dependent code, an op without a fake); the cause says why.
     """
+    return static_document(module, record(module, call, device, state_copies))
+
+
+def static_document(module: torch.nn.Module, recorder: Recorder) -> Trace:
+    """Trace of a call of ``module`` that `record` has recorded."""
+    unseen = library_bytes(recorder.device)
+    return assemble(recorder, (type(module).__name__,), Source.STATIC, unseen)
+
+
+def record(
+    module: torch.nn.Module,
+    call: tuple[Any, Any],
+    device: torch.device,
+    state_copies: int,
+    more_samples: int = 0,
+) -> Recorder:
+    """Record what `static_trace` assembles.
+
+    Parameters
+    ----------
+    more_samples
+        By how much to enlarge the first dimension of every tensor in the call.
+
+    Raises
+    ------
+    TraceError
+        See `static_trace`.
+    """
     recorder = Recorder(device, NoClock())
     try:
-        with _untouched(module), ExitStack() as stack:
+        with untouched(module, call, device), ExitStack() as stack:
             fake = stack.enter_context(FakeTensorMode())
             tensors = _faked_state(module, fake, recorder)
-            args, kwargs = tree_map_only(torch.Tensor, fake.from_tensor, call)
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda tensor: _faked(tensor, fake, more_samples), call
+            )
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
                     recorder.adopt_new(tensor, StorageKind.INPUT)
@@ -58,7 +88,7 @@ def static_trace(
         raise TraceError(
             f"{type(module).__name__} cannot be traced without running it: {error}"
         ) from error
-    return assemble(recorder, (type(module).__name__,), Source.STATIC, library_bytes(device))
+    return recorder
 
 
 def library_bytes(device: torch.device) -> int:
@@ -91,7 +121,7 @@ def _forward_backward(
     recorder.phase = Phase.LOSS
     # As at the end of the user's autocast block, which comes before backward.
     torch.clear_autocast_cache()
-    outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    outputs = [tensor for tensor in _tensors_of(result) if tensor.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
@@ -100,7 +130,7 @@ def _adopt_update(
     module: torch.nn.Module, tensors: dict[str, torch.Tensor], copies: int, recorder: Recorder
 ) -> None:
     """Gradients, and the state that an optimizer will keep for each."""
-    for name, parameter in module.named_parameters():
+    for name, _ in module.named_parameters():
         gradient = tensors[name].grad
         if gradient is not None:
             recorder.adopt(gradient, StorageKind.GRADIENT)
@@ -119,16 +149,58 @@ def _faked_state(
         for name, tensor in named:
             tensors[name] = fake.from_tensor(tensor)
             recorder.adopt(tensors[name], kind)
+    for part in module.modules():
+        # Put back by `untouched`.
+        attributes = vars(part)
+        for name, attribute in attributes.items():
+            if isinstance(attribute, torch.Tensor):
+                attributes[name] = fake.from_tensor(attribute)
     return tensors
 
 
+def _faked(tensor: torch.Tensor, fake: FakeTensorMode, more_samples: int) -> torch.Tensor:
+    if not more_samples:
+        return fake.from_tensor(tensor)
+    shape = (tensor.shape[0] + more_samples, *tensor.shape[1:])
+    larger = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return larger.requires_grad_(tensor.requires_grad)
+
+
+def _tensors_of(result: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a module returned, be it in an object with attributes."""
+    for leaf in tree_leaves(result):
+        held = (
+            [leaf] if isinstance(leaf, torch.Tensor) else tree_leaves(getattr(leaf, "__dict__", ()))
+        )
+        yield from (item for item in held if isinstance(item, torch.Tensor))
+
+
 class _Saved:
-    """Stands for a saved tensor; holds no tensor, so that storages die when forward drops them."""
+    """Stands for a saved tensor.
+
+    A strided one is not held, so that its storage dies when forward drops it; ``kept`` holds any
+    other.
+    """
 
     def __init__(self, tensor: torch.Tensor, save: int, recorder: Recorder) -> None:
-        self.geometry = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.save = save
         self.recorder = recorder
+        self.kept: torch.Tensor | None = None
+        if tensor.layout is torch.strided:
+            self.geometry = (tensor.shape, tensor.stride())
+            self.dtype, self.device = tensor.dtype, tensor.device
+            self.bits = (tensor.is_conj(), tensor.is_neg())
+        else:
+            self.kept = tensor.detach()
+
+    def take(self) -> torch.Tensor:
+        """Give a tensor like the one saved."""
+        if self.kept is not None:
+            return self.kept
+        tensor = torch.empty_strided(*self.geometry, dtype=self.dtype, device=self.device)
+        conj, neg = self.bits
+        tensor = torch._conj(tensor) if conj else tensor
+        return torch._neg_view(tensor) if neg else tensor
 
     def __del__(self) -> None:
         self.recorder.dropped(self.save)
@@ -140,26 +212,10 @@ def _hooks(recorder: Recorder) -> tuple[Any, Any]:
         return _Saved(tensor, save, recorder)
 
     def unpack(saved: _Saved) -> torch.Tensor:
-        shape, stride, dtype, device = saved.geometry
         recorder.read(saved.save)
         with recorder.aside():
-            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            tensor = saved.take()
         recorder.reloaded(saved.save, tensor)
         return tensor
 
     return pack, unpack
-
-
-@contextmanager
-def _untouched(module: torch.nn.Module) -> Iterator[None]:
-    """Put back what running the module's Python code may have changed."""
-    attributes = [(m, dict(m.__dict__)) for m in module.modules()]
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        for m, before in attributes:
-            m.__dict__.clear()
-            m.__dict__.update(before)
-        torch.clear_autocast_cache()

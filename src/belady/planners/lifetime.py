@@ -10,19 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from belady.ir.hardware import HardwareProfile
+from belady.ir.legality import check
 from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.residency import curve, offload_boundaries
 from belady.ir.timeline import Lane, Timeline
 from belady.ir.trace import Tier, Trace
-from belady.planners.base import Draft, assemble, attempt, finish
+from belady.planners.base import Draft, assemble, finish
 from belady.planners.floor import FLOOR
 from belady.planners.moves import Case
 from belady.simulate.engine import routes, simulate
 
 # Bytes left for copies under way rather than for kept values, in multiples of the largest move.
-_RESERVES = (0.0, 1.0, 2.0, 4.0, 8.0)
+_RESERVES = (0.0, 2.0, 6.0)
 # Copies make compute wait, which changes when copies are due: times are settled in rounds.
-_ROUNDS = 3
+_ROUNDS = 2
+# Share of the iteration below which stalls are not worth another try.
+_NOTHING = 0.002
 
 _Bytes = NDArray[np.int64]
 _Times = NDArray[np.float64]
@@ -56,16 +59,29 @@ class Lifetime:
             times = _boundary_times(trace, None)
             for _ in range(_ROUNDS):
                 moves = _Round(case, least.moves, times).spread(slack, reserve)
-                reasons = dict.fromkeys(moves, "moved: the budget has no room for it meanwhile")
-                kept = "kept: the budget has room for it between save and read"
-                draft = replace(least, moves=moves, reasons=reasons, kept=kept)
-                plan = attempt(case, draft)
-                if plan is None:
-                    break
-                if plan.predicted_seconds < best.predicted_seconds:
-                    best = plan
-                times = _boundary_times(trace, simulate(trace, hardware, plan))
-        return best
+                plan = _spread_plan(case, least, moves)
+                timeline = simulate(trace, hardware, plan)
+                if timeline.seconds < best.predicted_seconds and _fits(case, plan):
+                    best = replace(plan, predicted_seconds=timeline.seconds)
+                if timeline.stall_seconds <= _NOTHING * timeline.seconds:
+                    return _judged(case, best)
+                times = _boundary_times(trace, timeline)
+        return _judged(case, best)
+
+
+def _spread_plan(case: Case, least: Draft, moves: dict[int, Offload]) -> Plan:
+    reasons = dict.fromkeys(moves, "moved: the budget has no room for it meanwhile")
+    kept = "kept: the budget has room for it between save and read"
+    return assemble(case, replace(least, moves=moves, reasons=reasons, kept=kept))
+
+
+def _fits(case: Case, plan: Plan) -> bool:
+    return check(case.trace, case.hardware, plan, case.budget).ok
+
+
+def _judged(case: Case, plan: Plan) -> Plan:
+    peak = check(case.trace, case.hardware, plan, case.budget).peak_bytes
+    return replace(plan, predicted_peak_bytes=peak)
 
 
 class _Round:

@@ -239,12 +239,13 @@ def _unmanaged(run: Run) -> Iterator[tuple[str, int]]:
 
 def _loss_bytes(trace: Trace) -> int:
     backward = next((i for i, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD), -1)
+    managed = {trace.values[value].storage for value in trace.saved}
     return sum(
         storage.nbytes
-        for storage in trace.storages
-        if not storage.persistent
-        and storage.birth < backward < storage.death
+        for index, storage in enumerate(trace.storages)
+        if index not in managed
         and storage.kind is StorageKind.ACTIVATION
+        and storage.birth < backward < storage.death
         and trace.ops[storage.birth].phase is Phase.LOSS
     )
 

@@ -1,0 +1,146 @@
+"""The eager engine on paper: who holds which bytes, boundary by boundary.
+
+It follows `belady.eager.planned` event by event and knows nothing of intervals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from belady.ir.plan import Offload, Plan
+from belady.ir.residency import offload_boundaries
+from belady.ir.trace import Save, Tier, Trace
+
+
+@dataclass
+class Content:
+    """Bytes of one value, as `belady.eager.content.Moved` holds them."""
+
+    unread: int
+    handles: list[Save] = field(default_factory=list)
+    source: bool = True
+    parcel: bool = False
+    here: bool = False
+    handed: list[Save] = field(default_factory=list)
+    brought: bool = False
+
+    def bring(self) -> None:
+        if self.parcel and not self.source and not self.here:
+            self.here = self.brought = True
+
+    def read(self, save: Save) -> None:
+        if not self.source:
+            self.bring()
+            # Autograd holds what it was handed until its op is over.
+            self.handed.append(save)
+        self.unread -= 1
+        if self.unread == 0:
+            self.here = False
+
+    def drop(self, save: Save) -> None:
+        self.handles.remove(save)
+        self.handed = [other for other in self.handed if other is not save]
+
+
+class Engine:
+    """Runs a trace under a plan of Offloads; ``held`` and ``off`` are filled op by op.
+
+    Attributes
+    ----------
+    held
+        Bytes by tier during each op.
+    off
+        Values whose bytes are away during each op and have not been brought back yet.
+    """
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.trace = trace
+        self.moves = {v: d for v, d in plan.decisions.items() if isinstance(d, Offload)}
+        self.contents: dict[int, Content] = {}
+        self.kept: list[tuple[int, Save]] = []
+        self.due = sorted(
+            (boundary, step, value)
+            for value, move in self.moves.items()
+            for step, boundary in enumerate(offload_boundaries(trace, move))
+        )
+        self.held: list[Counter[Tier]] = []
+        self.off: list[set[int]] = []
+
+    def run(self) -> Engine:
+        for boundary in range(len(self.trace.ops)):
+            self._drops(boundary)
+            if self._saves(boundary) | self._first_reads(boundary) or not self.trace.anchors:
+                self._advance(boundary)
+            self._reads(boundary)
+            self._count(boundary)
+        return self
+
+    def _drops(self, boundary: int) -> None:
+        self.kept = [(v, save) for v, save in self.kept if save.dropped > boundary]
+        for value, content in list(self.contents.items()):
+            for save in [save for save in content.handles if save.dropped <= boundary]:
+                content.drop(save)
+            if not content.handles:
+                del self.contents[value]
+
+    def _saves(self, boundary: int) -> bool:
+        found = False
+        for index, value in enumerate(self.trace.values):
+            for save in value.saves:
+                if save.packed == boundary:
+                    found = True
+                    if save.dropped > boundary:
+                        self._save(index, save)
+        return found
+
+    def _save(self, index: int, save: Save) -> None:
+        if index not in self.moves:
+            self.kept.append((index, save))
+            return
+        if index not in self.contents:
+            total = sum(len(other.reads) for other in self.trace.values[index].saves)
+            self.contents[index] = Content(total)
+        self.contents[index].handles.append(save)
+
+    def _first_reads(self, boundary: int) -> bool:
+        saves = (save for value in self.trace.values for save in value.saves)
+        return any(save.reads[:1] == (boundary,) for save in saves)
+
+    def _advance(self, boundary: int) -> None:
+        while self.due and self.due[0][0] <= boundary:
+            _, step, value = self.due.pop(0)
+            content = self.contents.get(value)
+            if content is None:
+                continue
+            if step == 0:
+                content.parcel = True
+            elif step == 1:
+                content.source = content.source and not content.parcel
+            else:
+                content.bring()
+
+    def _reads(self, boundary: int) -> None:
+        for content in self.contents.values():
+            for save in content.handles:
+                for _ in range(save.reads.count(boundary)):
+                    content.read(save)
+
+    def _count(self, boundary: int) -> None:
+        held: Counter[Tier] = Counter()
+        off: set[int] = set()
+        keepers = {self.trace.values[value].storage for value, _ in self.kept}
+        keepers |= {self.trace.values[v].storage for v, c in self.contents.items() if c.source}
+        for index, storage in enumerate(self.trace.storages):
+            if storage.birth <= boundary and (boundary < storage.released or index in keepers):
+                held[Tier.DEVICE] += storage.nbytes
+        for value, content in self.contents.items():
+            index = self.trace.values[value].storage
+            nbytes = self.trace.storages[index].nbytes
+            held[Tier.DEVICE] += nbytes * (content.here or bool(content.handed))
+            held[self.moves[value].tier] += nbytes * content.parcel
+            original = content.source or boundary < self.trace.storages[index].released
+            if content.parcel and not original and not content.brought:
+                off.add(value)
+        self.held.append(held)
+        self.off.append(off)
