@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from belady._version import __version__
 from belady.eager.conductor import Conductor
 from belady.eager.kinds import Stage
-from belady.eager.limits import Limits, clamped, device_of, refuse_infeasible
+from belady.eager.limits import Limits, clamped, device_of
 from belady.eager.tracker import Tracker
 from belady.errors import OutOfMemoryError
 from belady.ir.run import Run
@@ -96,7 +97,8 @@ class VirtualMemory:
     Attributes
     ----------
     listeners
-        Called with `IterationStats` after every iteration.
+        Called with `IterationStats` of every iteration, one iteration late, so that reading its
+        duration does not make the host wait for the device.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], limits: Limits) -> None:
@@ -106,10 +108,11 @@ class VirtualMemory:
             raise ValueError(f"unknown policy {limits.policy!r}: one of {', '.join(POLICIES)}")
         self.listeners: list[Callable[[IterationStats], None]] = []
         self._tracker = Tracker(self._set_up, self._ended)
-        self._carrier: Carrier | None = None
         self._count = 0
-        self._restore: Callable[[], None] | None = None
-        self._closed = False
+        self._untold: tuple[Stage, Sample] | None = None
+        # What outlives this object unless it is undone: also when it is dropped without `close`.
+        self._undo = ExitStack()
+        self._finalizer = weakref.finalize(self, self._undo.close)
         try:
             for model in models:
                 self.add(model)
@@ -167,14 +170,11 @@ class VirtualMemory:
 
     def close(self) -> None:
         """Take everything off the models and give all memory and files back. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._tracker.close()
-        if self._restore is not None:
-            self._restore()
-        if self._carrier is not None:
-            self._carrier.close()
+        try:
+            self._tracker.close()
+        finally:
+            self._finalizer()
+        self._tell()
 
     def __enter__(self) -> VirtualMemory:
         return self
@@ -193,28 +193,39 @@ class VirtualMemory:
             ) from error
 
     def _ended(self, stage: Stage, sample: Sample) -> None:
+        self._tell()
+        self._untold = (stage, sample)
+
+    def _tell(self) -> None:
+        if self._untold is None:
+            return
+        (stage, sample), self._untold = self._untold, None
         self._count += 1
         peak = next((p.nbytes for p in sample.peaks if p.tier is Tier.DEVICE), 0)
-        budget = self._budget.device_bytes
         for listener in self.listeners:
             listener(
                 IterationStats(
-                    self._count, sample.seconds, peak, budget, sample.stall_seconds, stage.value
+                    self._count,
+                    sample.seconds,
+                    peak,
+                    self._budget.device_bytes,
+                    sample.stall_seconds,
+                    stage.value,
                 )
             )
 
-    def _set_up(self, module: torch.nn.Module, call: tuple[Any, Any]) -> Conductor:
-        """Look at the machine, refuse what cannot fit, and make the budget real."""
+    def _set_up(self, module: torch.nn.Module) -> Conductor:
+        """Look at the machine and make the budget real."""
         device = device_of(module)
         hardware = probe(device, spill_dir=self._limits.spill_dir)
-        budget = clamped(self._budget, hardware)
-        policy = self._limits.policy_for(budget)
-        refuse_infeasible(module, call, hardware, policy)
-        self._carrier = Carrier(
+        self._budget = clamped(self._budget, hardware)
+        carrier = Carrier(
             device,
-            host_budget=budget.host_bytes,
-            disk_budget=budget.disk_bytes,
+            host_budget=self._budget.host_bytes,
+            disk_budget=self._budget.disk_bytes,
             spill_dir=self._limits.spill_dir,
         )
-        self._restore = enforce(device, budget.device_bytes)
-        return Conductor(policy, hardware, self._carrier, self._tracker.roots)
+        self._undo.callback(carrier.close)
+        self._undo.callback(enforce(device, self._budget.device_bytes))
+        policy = self._limits.policy_for(self._budget)
+        return Conductor(policy, hardware, carrier, self._tracker.roots)

@@ -6,6 +6,7 @@ The letters and numbers are rows of the matrix of faults that this project keeps
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -460,8 +461,9 @@ def test_a7_a_backward_that_spoils_its_values_never_gives_other_numbers(tier: st
     weight = torch.full_like(x, 2.0)
     (first,) = torch.autograd.grad(result, x, weight, retain_graph=True)
     assert torch.equal(first, 2 * x.cos())
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(result, x, weight)
+    # Either the stored copy is unharmed, or it is said that there is none.
+    with suppress(belady.StaleValueError):
+        assert torch.equal(*torch.autograd.grad(result, x, weight), 2 * x.cos())
 
 
 # -- T: kinds of tensors -------------------------------------------------------------------------

@@ -8,14 +8,16 @@ then verified, then left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from belady.eager.content import Moved
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
-from belady.eager.key import Key
+from belady.eager.key import Key, walk
 from belady.eager.kinds import Kind, Planning, Policy, Stage
+from belady.eager.limits import refuse_infeasible
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
@@ -28,6 +30,10 @@ from belady.simulate import simulate
 
 # Iterations in a row with other passes than planned, after which the kind is observed again.
 _DEVIATIONS = 2
+# Iterations observed of one kind before it is left at the floor.
+_OBSERVED = 12
+# Kinds remembered; the oldest is forgotten (shapes that change without end).
+_KINDS = 64
 
 
 class Conductor:
@@ -57,15 +63,27 @@ class Conductor:
         self._kinds: dict[Key, Kind] = {}
         self._persistent: set[int] = set()
         self._planning = Planning(policy, hardware, carrier, self._persistent)
-        tiers = tuple(t for t in (Tier.HOST, Tier.DISK) if hardware.capacity(t) > 0)
+        self._policy, self._hardware = policy, hardware
+        below = tuple(t for t in (Tier.HOST, Tier.DISK) if hardware.capacity(t) > 0)
         self._floor = Immediate(
-            leaving(carrier), tiers or (Tier.DISK,), self._persistent, MIN_BYTES
+            leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
         )
         self._latest: Kind | None = None
 
-    def start(self, key: Key) -> Iteration:
-        """Begin an iteration whose first pass is of kind ``key``."""
-        kind = self._kinds.setdefault(key, Kind())
+    def start(self, key: Key, module: torch.nn.Module, call: tuple[Any, Any]) -> Iteration:
+        """Begin an iteration whose first pass is of kind ``key``: ``module`` called with ``call``.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If this kind is new and no plan of it can fit.
+        """
+        kind = self._kinds.get(key)
+        if kind is None:
+            refuse_infeasible(module, call, self._hardware, self._policy)
+            kind = self._kinds[key] = Kind()
+            if len(self._kinds) > _KINDS:
+                del self._kinds[next(iter(self._kinds))]
         if kind.current is None or kind.engine is not None:
             # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
             self._persistent.clear()
@@ -82,14 +100,18 @@ class Conductor:
         """End an iteration and decide what the next one of its kind does."""
         kind = self._kinds[iteration.passes[0]]
         stage = kind.stage
-        sample, trace = iteration.finish()
+        try:
+            sample, trace = iteration.finish()
+        except BaseException:
+            iteration.abort()
+            raise
         self.carrier.sweep()
         passes = tuple(iteration.passes)
         if kind.current is None:
             self._observed(kind, passes, trace)
-        elif passes != kind.passes:
+        elif passes != kind.passes or iteration.missed:
             kind.deviations += 1
-            if kind.deviations >= _DEVIATIONS:
+            if kind.deviations >= _DEVIATIONS and kind.observed < _OBSERVED:
                 kind.observe_again()
         else:
             kind.deviations = 0
@@ -136,8 +158,12 @@ class Conductor:
         return None
 
     def _observed(self, kind: Kind, passes: tuple[Key, ...], trace: Trace | None) -> None:
+        kind.observed += 1
         if kind.stage is Stage.TIMED and trace is not None and passes == kind.passes:
             self._planning.plan(kind, trace)
+        elif kind.observed >= _OBSERVED:
+            # No two alike: it stays at the floor, which needs no plan.
+            kind.stage = Stage.STEADY
         else:
             kind.stage, kind.passes = Stage.TIMED, passes
 
@@ -153,8 +179,10 @@ def _telling(observation: Observation) -> Callable[[Moved], None]:
 
 
 def _addresses(modules: Iterable[torch.nn.Module]) -> Iterable[int]:
+    found: list[torch.nn.Module] = []
     for module in modules:
-        for parameter in module.parameters():
-            yield parameter.untyped_storage()._cdata
-        for buffer in module.buffers():
-            yield buffer.untyped_storage()._cdata
+        walk(module, found)
+    for module in found:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor.untyped_storage()._cdata

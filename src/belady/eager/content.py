@@ -46,11 +46,21 @@ class Moved:
         self.parcel: Parcel | None = None
         self.arrival: Arrival | None = None
         self.here: torch.Tensor | None = None
+        # Streams: of the op that saves the bytes, of their way back, and of their last reader.
+        self._producer = _current_stream(carrier.device)
+        self._home: torch.cuda.Stream | None = None
+        self._reader: torch.cuda.Stream | None = None
 
     def send(self, tier: Tier) -> None:
-        """Issue the copy-out, once."""
+        """Issue the copy-out, once; it follows what the saving op's stream has been given so far.
+
+        Raises
+        ------
+        TierFullError, SpillError
+            If the tier cannot take the bytes; they stay.
+        """
         if self.parcel is None and self.source is not None:
-            with unseen():
+            with unseen(), torch.cuda.stream(self._producer):
                 self.parcel = self.carrier.send(self.source, tier)
 
     def free(self) -> None:
@@ -58,31 +68,41 @@ class Moved:
         if self.parcel is not None and self.source is not None:
             self.parcel.wait_sent()
             self.source = None
+            self.given.clear()
 
     def bring(self) -> None:
         """Take device bytes and issue the copy-in, unless the bytes are here."""
-        absent = self.source is None and self.here is None and self.arrival is None
-        if self.parcel is not None and absent:
+        if self.parcel is not None and self.source is None and self.arrival is None:
+            self._home = _current_stream(self.carrier.device)
             with unseen():
                 self.arrival = self.parcel.fetch()
 
     def take(self) -> torch.Tensor:
-        """Give the bytes, making compute wait for the copy-in."""
+        """Give the bytes, making the reader's stream wait for the copy-in."""
         if self.source is not None:
             return self.source
-        if self.here is None:
-            self.bring()
-            arrival, self.arrival = self.arrival, None
-            if arrival is None:
-                raise RuntimeError("the bytes of a saved value are in no tier")
+        self.bring()
+        arrival, reader = self.arrival, _current_stream(self.carrier.device)
+        if arrival is None:
+            raise RuntimeError("the bytes of a saved value are in no tier")
+        if self.here is None or reader != self._reader:
             arrival.wait()
-            self.here = arrival.tensor
+            self.here, self._reader = arrival.tensor, reader
+            if reader != self._home and reader is not None:
+                # The bytes belong to the stream that asked for them; without this it could use
+                # them again while another one reads.
+                self.here.record_stream(reader)
         return self.here
+
+    @property
+    def shared(self) -> bool:
+        """Whether another reader would get the same bytes."""
+        return self.source is not None or self.here is not None
 
     def let_go(self) -> None:
         """Drop the bytes brought back; autograd holds those that it still needs."""
-        self.here = None
         if self.source is None:
+            self.here = self.arrival = None
             self.given.clear()
 
 
@@ -95,6 +115,7 @@ class Packed:
         self.unread = 0
         self.given: list[tuple[torch.Tensor, int]] = []
         self.skipped_bytes = 0
+        self.dtype = tensor.dtype
         self.encoded = encoded
         self.here: torch.Tensor | None = None
 
@@ -117,6 +138,11 @@ class Packed:
             with unseen():
                 self.here = decode(self.encoded).view(-1).view(torch.uint8)
         return self.here
+
+    @property
+    def shared(self) -> bool:
+        """Whether another reader would get the same bytes."""
+        return self.here is not None
 
     def let_go(self) -> None:
         """Drop the decoded bytes."""
@@ -148,9 +174,14 @@ class Saved:
         for shadow, version in content.given:
             demand_unchanged(shadow, version, self.geometry.shape)
         tensor = self.geometry.on(content.take(), content.skipped_bytes)
-        # A backward that writes to what it was handed would spoil the bytes for the next reader.
-        shadow = witness(tensor)
-        content.given.append((shadow, shadow._version))
+        content.unread -= 1
+        if content.unread <= 0:
+            # Autograd holds what the op needs; a later read (retain_graph) brings it again.
+            content.let_go()
+        if content.shared:
+            # A backward that writes to what it was handed would spoil it for the next reader.
+            shadow = witness(tensor)
+            content.given.append((shadow, shadow._version))
         return tensor
 
 
@@ -178,3 +209,7 @@ class Kept:
 def unpack(handle: Saved | Kept) -> torch.Tensor:
     """The unpack hook: whatever was packed gives its tensor back."""
     return handle.take()
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -15,11 +15,12 @@ import torch
 
 from belady.eager.content import Kept, Moved, Packed, Saved
 from belady.eager.geometry import Geometry, movable
-from belady.errors import TierFullError
+from belady.errors import SpillError, TierFullError
 from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
 
-# Makes the content of a tensor that is to be managed from byte ``start`` to ``stop``; None keeps it.
+# Makes the content of a tensor, to be managed from byte ``start`` to ``stop``; None keeps it.
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 Maker = Callable[[torch.Tensor, int, int], "Moved | Packed | None"]
 
 
@@ -31,7 +32,7 @@ class Immediate:
     make
         Makes the content of a tensor.
     tiers
-        Where moved content goes: the first of them that has room.
+        Where moved content goes: the first of them that has room; at DEVICE it stays.
     persistent
         Addresses of the storages of parameters and buffers, which are never managed.
     min_bytes
@@ -54,14 +55,14 @@ class Immediate:
         self._tiers = tiers
         self._persistent = persistent
         self._min_bytes = min_bytes
-        self._live: dict[tuple[int, int, int, int], weakref.ref[Moved | Packed]] = {}
+        self._live: dict[Any, weakref.ref[Moved | Packed]] = {}
         self._pending: list[Moved] = []
         self._sequence = -1
         self.kept: Counter[str] = Counter()
 
     def pack(self, tensor: torch.Tensor) -> Saved | Kept:
         """Save ``tensor``: the pack hook."""
-        sequence = torch.autograd._get_sequence_nr()
+        sequence = _sequence_number()
         if sequence != self._sequence:
             self._sequence = sequence
             self.settle()
@@ -72,7 +73,22 @@ class Immediate:
         if content is None:
             self.kept["nothing gained"] += 1
             return Kept(tensor)
+        content.unread += 1
         return Saved(tensor, content)
+
+    def end_pass(self) -> None:
+        """Issue what is due, and share no bytes with the passes that follow.
+
+        Between two passes, memory that torch does not watch (numpy's, ``.data``) may be written
+        without a new version.
+        """
+        self.settle()
+        self._live.clear()
+
+    def drop(self) -> None:
+        """Forget what is due: the pass came to nothing, its bytes stay until its graph dies."""
+        self._pending.clear()
+        self._live.clear()
 
     def settle(self) -> None:
         """Carry out the moves that the op before asked for.
@@ -87,12 +103,15 @@ class Immediate:
             content.free()
 
     def _send(self, content: Moved) -> None:
-        for tier in self._tiers[:-1]:
+        for tier in self._tiers:
+            if tier is Tier.DEVICE:
+                return
             try:
                 return content.send(tier)
-            except TierFullError:
-                self.kept[f"{tier.value} full, sent on"] += 1
-        return content.send(self._tiers[-1])
+            except (TierFullError, SpillError):
+                if tier is self._tiers[-1]:
+                    raise
+                self.kept[f"no room in tier {tier.value}"] += 1
 
     def _stays(self, tensor: torch.Tensor) -> str:
         if not movable(tensor, tensor.device):
@@ -109,12 +128,12 @@ class Immediate:
     def _content(self, tensor: torch.Tensor) -> Moved | Packed | None:
         storage = tensor.untyped_storage()
         start, stop = _extent(tensor, storage.nbytes())
-        key = (storage._cdata, tensor._version, start, stop)
+        key = (storage._cdata, tensor._version, start, stop, tensor.dtype)
         known = self._live.get(key)
         content = known() if known is not None else None
         # While a content lives, its weak reference to the storage keeps the address from being
         # used again, so an equal address names the same storage.
-        if content is None or content.identity.expired():
+        if content is None or content.identity.expired():  # type: ignore[no-untyped-call]
             content = self._make(tensor, start, stop)
             if content is None:
                 return None

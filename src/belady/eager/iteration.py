@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -86,7 +87,7 @@ class Iteration:
         pair, self._pair = self._pair, None
         if pair is not None:
             pair.pop()
-        self._floor.settle()
+        self._floor.end_pass()
         if self.observation is not None:
             self.observation.leave_pass()
 
@@ -94,6 +95,11 @@ class Iteration:
         """The optimizer's step begins."""
         if self.observation is not None:
             self.observation.recorder.phase = Phase.OPTIMIZER
+
+    @property
+    def missed(self) -> int:
+        """Saves in this iteration that did not match the plan."""
+        return self._engine.missed if self._engine is not None else 0
 
     def finish(self) -> tuple[Sample, Trace | None]:
         """The iteration is over; gives its measurement and, if it was watched, its Trace."""
@@ -109,11 +115,15 @@ class Iteration:
     def abort(self) -> None:
         """The iteration came to nothing (an exception of the user's): leave no hook behind."""
         pair, self._pair = self._pair, None
-        if pair is not None:
-            pair.pop()
-        self._floor.settle()
-        if self.observation is not None:
-            self.observation.stop()
+        with ExitStack() as stack:
+            # Each of these happens, whatever the others raise.
+            if self.observation is not None:
+                stack.callback(self.observation.stop)
+            if self._monitor is not None:
+                stack.callback(self._monitor.cancel)
+            stack.callback(self._floor.drop)
+            if pair is not None:
+                pair.pop()
 
     def _hooks(self, index: int, covered: bool) -> HookPair | None:
         if not covered:

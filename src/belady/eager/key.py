@@ -20,7 +20,7 @@ def pass_key(
     """
     inputs = tuple(_geometry(leaf) for leaf in tree_leaves(call))
     modules: list[torch.nn.Module] = []
-    _walk(module, modules)
+    walk(module, modules)
     parameters = [
         (p.requires_grad, p.grad is None)
         for m in modules
@@ -40,16 +40,18 @@ def pass_key(
     return (root, hash((*training, *parameters)), flags, inputs)
 
 
-def _walk(module: torch.nn.Module, into: list[torch.nn.Module]) -> None:
+def walk(module: torch.nn.Module, into: list[torch.nn.Module]) -> None:
+    """Append ``module`` and all modules below it, each as often as it occurs."""
     # `Module.modules` builds names and sets on the way, five times the cost of every call.
     into.append(module)
     for child in module._modules.values():
         if child is not None:
-            _walk(child, into)
+            walk(child, into)
 
 
 def _geometry(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
         stride = leaf.stride() if leaf.layout is torch.strided else ()
         return (leaf.shape, stride, leaf.dtype, leaf.device, leaf.requires_grad)
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+    # Not numbers: a schedule's coefficient or a step count would make every pass a kind of its own.
+    return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)

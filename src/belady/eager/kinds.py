@@ -68,7 +68,9 @@ class Kind:
     peak_bytes
         Device peak of a watched iteration under the plan, where no allocator counts it.
     deviations
-        Iterations in a row whose passes were others.
+        Iterations in a row whose passes or saves were others.
+    observed
+        Iterations observed so far.
     """
 
     stage: Stage = Stage.WARM
@@ -80,6 +82,7 @@ class Kind:
     samples: list[Sample] = field(default_factory=list)
     peak_bytes: int = 0
     deviations: int = 0
+    observed: int = 0
 
     def observe_again(self) -> None:
         """Forget plan and trace: the program has changed."""

@@ -61,6 +61,8 @@ class Planned:
     ----------
     defaults
         Saves that were kept because they did not match the plan, by reason.
+    missed
+        The same, in the iteration under way.
     on_bring
         Called with a content whose bytes have just been asked back (for measuring).
 
@@ -85,6 +87,7 @@ class Planned:
             v: sum(len(save.reads) for save in trace.values[v].saves) for v in plan.decisions
         }
         self.defaults: Counter[str] = Counter()
+        self._iteration = 0
         self.on_bring: Callable[[Moved], None] | None = None
         self.start_iteration()
 
@@ -94,6 +97,8 @@ class Planned:
         self._cursor = 0
         self._table: dict[int, _Entry] = {}
         self._ordinal = 0
+        self._iteration += 1
+        self.missed = 0
 
     def enter_pass(self, index: int) -> None:
         """The saves that follow belong to pass ``index``."""
@@ -101,8 +106,11 @@ class Planned:
         self._ordinal = 0
 
     def finish_iteration(self) -> None:
-        """Issue what is still due, e.g. after a backward that asked for fewer values."""
-        self._advance(_END)
+        """Send out what is still due; what backward did not ask for stays out."""
+        due, self._cursor = self._actions[self._cursor :], len(self._actions)
+        for action in due:
+            if action.step != _IN:
+                self._act(action)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Save ``tensor``: the pack hook."""
@@ -110,30 +118,34 @@ class Planned:
         self._ordinal = ordinal + 1
         entry = self._table.get(ordinal)
         if entry is None or not _matches(tensor, entry):
-            self.defaults["save not in the plan"] += 1
-            return _PlannedKept(tensor, -1)
+            self._default("save not in the plan")
+            return _PlannedKept(tensor, -1, 0)
         handle = self._managed(tensor, entry) if entry.decision is not None else None
         if self._cursor < len(self._actions):
             # What is due at a boundary waits for all that is saved there.
             self._advance(entry.boundary if entry.last else entry.boundary - 1)
-        return handle if handle is not None else _PlannedKept(tensor, entry.read)
+        return handle if handle is not None else self._kept(tensor, entry)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """Give a saved tensor back: the unpack hook."""
-        if handle.read >= 0 and self._cursor < len(self._actions):
+        # A graph of an earlier iteration may be read late: its boundaries say nothing of this one.
+        if handle.iteration == self._iteration and self._cursor < len(self._actions):
             self._advance(handle.read)
         tensor: torch.Tensor = handle.take()
-        if type(handle) is _PlannedSaved:
-            content = handle.content
-            content.unread -= 1
-            if content.unread == 0:
-                # Autograd holds what the op needs; a later read (retain_graph) brings it again.
-                content.let_go()
         return tensor
 
     def _managed(self, tensor: torch.Tensor, entry: _Entry) -> _PlannedSaved | None:
         content = self._content(tensor, entry)
-        return None if content is None else _PlannedSaved(tensor, content, entry.read)
+        iteration = self._iteration if entry.read >= 0 else 0
+        return None if content is None else _PlannedSaved(tensor, content, entry.read, iteration)
+
+    def _kept(self, tensor: torch.Tensor, entry: _Entry) -> _PlannedKept:
+        return _PlannedKept(tensor, entry.read, self._iteration if entry.read >= 0 else 0)
+
+    def _default(self, reason: str) -> None:
+        """The one safe default is to keep: count it."""
+        self.defaults[reason] += 1
+        self.missed += 1
 
     def _content(self, tensor: torch.Tensor, entry: _Entry) -> Moved | Packed | None:
         storage = tensor.untyped_storage()
@@ -141,12 +153,12 @@ class Planned:
         content = known() if known is not None else None
         if content is not None:
             # The content's weak reference keeps the address from being used again.
-            if content.identity.cdata == storage._cdata and content.version == tensor._version:
+            if _is_of(content, tensor):
                 return content
-            self.defaults["saved again from another storage or version"] += 1
+            self._default("saved again from another storage, version or type")
             return None
         if storage._cdata in self._persistent or not movable(tensor, self._device):
-            self.defaults["cannot be moved"] += 1
+            self._default("cannot be moved")
             return None
         content = self._make(tensor, entry)
         if content is not None:
@@ -159,7 +171,7 @@ class Planned:
             return Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
         packed = Packed.of(tensor)
         if packed is None:
-            self.defaults["encoding gains nothing"] += 1
+            self._default("encoding gains nothing")
         return packed
 
     def _advance(self, boundary: int) -> None:
@@ -169,12 +181,13 @@ class Planned:
             cursor += 1
             # Before the action: should it raise, the next event must not repeat it.
             self._cursor = cursor
-            known = self._live.get(action.value)
-            content = known() if known is not None else None
-            if isinstance(content, Moved):
-                self._act(content, action)
+            self._act(action)
 
-    def _act(self, content: Moved, action: _Action) -> None:
+    def _act(self, action: _Action) -> None:
+        known = self._live.get(action.value)
+        content = known() if known is not None else None
+        if not isinstance(content, Moved):
+            return
         if action.step == _OUT:
             content.send(self._tiers[action.value])
         elif action.step == _FREE:
@@ -186,26 +199,35 @@ class Planned:
 
 
 class _PlannedSaved(Saved):
-    """A handle that knows at which boundary backward reads it."""
+    """A handle that knows at which boundary of which iteration backward reads it."""
 
-    __slots__ = ("read",)
+    __slots__ = ("iteration", "read")
 
-    def __init__(self, tensor: torch.Tensor, content: Moved | Packed, read: int) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, content: Moved | Packed, read: int, iteration: int
+    ) -> None:
         super().__init__(tensor, content)
         self.read = read
+        self.iteration = iteration
 
 
 class _PlannedKept(Kept):
-    """A handle that knows at which boundary backward reads it; -1 when the plan does not."""
+    """A handle that knows at which boundary of which iteration backward reads it; 0: of none."""
 
-    __slots__ = ("read",)
+    __slots__ = ("iteration", "read")
 
-    def __init__(self, tensor: torch.Tensor, read: int) -> None:
+    def __init__(self, tensor: torch.Tensor, read: int, iteration: int) -> None:
         super().__init__(tensor)
         self.read = read
+        self.iteration = iteration
 
 
-_END = 2**62
+def _is_of(content: Moved | Packed, tensor: torch.Tensor) -> bool:
+    if content.identity.cdata != tensor.untyped_storage()._cdata:
+        return False
+    if isinstance(content, Packed) and content.dtype is not tensor.dtype:
+        return False
+    return content.version == tensor._version
 
 
 def _matches(tensor: torch.Tensor, entry: _Entry) -> bool:

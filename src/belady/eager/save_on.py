@@ -83,4 +83,4 @@ class save_on:
     ) -> None:
         self._hooks.pop()
         if self._immediate is not None:
-            self._immediate.settle()
+            self._immediate.end_pass()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,14 +30,14 @@ class Tracker:
     Parameters
     ----------
     prepare
-        Makes the conductor; called with the root and ``(args, kwargs)`` of the first pass of all.
+        Makes the conductor; called with the root of the first pass of all.
     ended
         Called after every iteration with its stage and measurement.
     """
 
     def __init__(
         self,
-        prepare: Callable[[torch.nn.Module, Call], Conductor],
+        prepare: Callable[[torch.nn.Module], Conductor],
         ended: Callable[[Stage, Sample], None],
     ) -> None:
         self.roots: list[torch.nn.Module] = []
@@ -42,14 +45,17 @@ class Tracker:
         self._prepare = prepare
         self._ended = ended
         self._handles: list[Any] = [
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ended),
+            register_optimizer_step_pre_hook(_Hook(self, "_optimizer_begins")),
+            register_optimizer_step_post_hook(_Hook(self, "_optimizer_ended")),
         ]
         self._iteration: Iteration | None = None
         self._inside: torch.nn.Module | None = None
         self._preparing = False
         self._whole = False
         self._stepped = False
+        self._over = False
+        self._thread = 0
+        self._owned: dict[int, tuple[Any, bool]] = {}
 
     def add(self, module: torch.nn.Module) -> bool:
         """Follow ``module`` from its next call on; False when it is followed already."""
@@ -57,16 +63,18 @@ class Tracker:
             return False
         self.roots.append(module)
         self._handles += [
-            module.register_forward_pre_hook(self.enter, with_kwargs=True),
-            module.register_forward_hook(self._leave, always_call=True),
+            module.register_forward_pre_hook(_Hook(self, "enter"), with_kwargs=True),
+            module.register_forward_hook(_Hook(self, "_leave"), always_call=True),
         ]
         return True
 
     def close(self) -> None:
         """Take all hooks off and forget the iteration under way."""
-        self._abort()
-        for handle in self._handles:
-            handle.remove()
+        try:
+            self._abort()
+        finally:
+            for handle in self._handles:
+                handle.remove()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -93,45 +101,65 @@ class Tracker:
 
     def enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Root ``module`` is called."""
-        if self._preparing or not torch.is_grad_enabled():
+        if self._ignored(module) or not self._may_enter(module):
             return
-        if self._inside is not None and (self._whole or self._inside is not module):
-            return
-        if self._inside is module:
-            # The last call ended in a way that ran no hook (KeyboardInterrupt): start afresh.
-            self._abort()
         call = (args, kwargs)
-        conductor = self.conductor or self._prepared(module, call)
+        if self.conductor is None:
+            self.conductor = self._prepare(module)
+        conductor = self.conductor
         root = next(index for index, known in enumerate(self.roots) if known is module)
         key = pass_key(root, module, call, conductor.carrier.device)
-        if self._iteration is not None and self._is_over(self._iteration, key):
+        if self._iteration is not None and (self._over or self._is_over(self._iteration, key)):
             self._finish()
         if self._iteration is None:
-            self._iteration = conductor.start(key)
+            self._thread = threading.get_ident()
+            # A new kind is traced by calling the module on tensors without bytes.
+            self._preparing = True
+            try:
+                self._iteration = conductor.start(key, module, call)
+            finally:
+                self._preparing = False
         self._inside = module
         self._iteration.enter(key, module, call)
 
-    def _prepared(self, module: torch.nn.Module, call: Call) -> Conductor:
-        # Preparing traces the pass by calling the module on tensors without bytes.
-        self._preparing = True
-        try:
-            self.conductor = self._prepare(module, call)
-        finally:
-            self._preparing = False
-        return self.conductor
+    def _ignored(self, module: torch.nn.Module) -> bool:
+        """Whether this call is no pass: inference, tracing, replay, capture, a copy of a root."""
+        return (
+            self._preparing
+            or not torch.is_grad_enabled()
+            # Inside a backward: a user's checkpoint runs its function again.
+            or torch._C._current_graph_task_id() != -1
+            or not any(module is root for root in self.roots)
+            # A captured graph would copy to host memory that is somebody else's when it replays.
+            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+            # One iteration is one thread's; another thread runs unmanaged meanwhile.
+            or (self._iteration is not None and self._thread != threading.get_ident())
+        )
+
+    def _may_enter(self, module: torch.nn.Module) -> bool:
+        """Whether no other root is running; repairs what an interrupted one left behind."""
+        if self._inside is None:
+            return True
+        if self._whole or _calls_under_way(self._inside) > (self._inside is module):
+            return False
+        # The last call ended in a way that ran no hook (KeyboardInterrupt): start afresh.
+        self._abort()
+        return True
 
     def _leave(self, module: torch.nn.Module, _args: Any, result: Any) -> None:
         if module is not self._inside or self._preparing or self._whole:
             return
+        if _calls_under_way(module) > 1:
+            return
         self._inside = None
-        if result is None:
-            # What torch gives after an exception in forward.
+        if result is None and sys.exc_info()[0] is not None:
+            # What torch gives, from its handler, after an exception in forward.
             self._abort()
         elif self._iteration is not None:
             self._iteration.leave()
 
-    def _optimizer_begins(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self._iteration is not None:
+    def _optimizer_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._iteration is not None and self._owns(optimizer):
             self._iteration.optimizer_begins()
 
     def _optimizer_ended(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -139,30 +167,69 @@ class Tracker:
             return
         self._stepped = True
         self._iteration.optimizer = optimizer
-        if not self._whole and self._inside is None:
+        if torch._C._current_graph_task_id() != -1 or self._thread != threading.get_ident():
+            # A step for each parameter, out of backward: the iteration ends where the next begins.
+            self._over = True
+        elif not self._whole and self._inside is None:
             self._finish()
 
     def _is_over(self, iteration: Iteration, key: Key) -> bool:
         """Whether the iteration under way ended without any optimizer (a hand-written update).
 
-        As long as no optimizer was ever seen, a pass of the kind that the last one had is taken
-        for a new iteration.
+        As long as no optimizer was ever seen, a pass of a kind that it already has is taken for
+        a new iteration.
         """
-        passes = iteration.passes
-        return not self._stepped and not self._whole and bool(passes) and passes[-1] == key
+        return not self._stepped and not self._whole and key in iteration.passes
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        ours = {id(p) for root in self.roots for p in root.parameters()}
-        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+        known = (id(optimizer), len(optimizer.param_groups), len(self.roots))
+        if self._owned.get(id(optimizer), (None, False))[0] != known:
+            ours = {id(p) for root in self.roots for p in root.parameters()}
+            owned = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+            self._owned[id(optimizer)] = (known, owned)
+        return self._owned[id(optimizer)][1]
 
     def _finish(self) -> None:
         iteration, self._iteration = self._iteration, None
+        self._over = False
         if iteration is None or self.conductor is None or not iteration.passes:
             return
         self._ended(*self.conductor.finish(iteration))
 
     def _abort(self) -> None:
-        self._inside = None
+        self._inside, self._over = None, False
         iteration, self._iteration = self._iteration, None
         if iteration is not None:
             iteration.abort()
+
+
+class _Hook:
+    """A hook that keeps no tracker alive, and that a copied or saved model leaves behind."""
+
+    def __init__(self, tracker: Tracker, method: str) -> None:
+        self._tracker = weakref.ref(tracker)
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        tracker = self._tracker()
+        if tracker is not None:
+            getattr(tracker, self._method)(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_args: Any) -> None:
+    """Stand for a hook of belady in a copy of a model."""
+
+
+def _calls_under_way(module: torch.nn.Module) -> int:
+    """How many calls of ``module`` are on this thread's stack."""
+    frame, count = sys._getframe(), 0
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+    return count

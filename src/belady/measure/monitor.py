@@ -73,6 +73,10 @@ class Monitor:
             self.carrier.measure_stalls = self.device.type != "cuda"
         return sample
 
+    def cancel(self) -> None:
+        """The iteration came to nothing: stop timing waits."""
+        self.carrier.measure_stalls = self.device.type != "cuda"
+
     def _count(self, sample: Sample) -> None:
         carrier = self.carrier
         device_peak = 0

@@ -47,7 +47,12 @@ class Observation:
     def start(self) -> None:
         """Begin to watch this thread; autograd carries the mode to the threads of backward."""
         self._adopt_state()
+        # Below the user's modes, whose blocks may end before the iteration does: each of them pops
+        # whatever is on top.
+        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
         self.recorder.__enter__()  # type: ignore[no-untyped-call]
+        for mode in reversed(above):
+            _push_mode(mode)
         self._attached = True
 
     def enter_pass(self, module: torch.nn.Module, call: tuple[Any, Any]) -> None:

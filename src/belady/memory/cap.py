@@ -27,19 +27,46 @@ def enforce(device: torch.device, budget_bytes: int) -> Callable[[], None]:
         _return_freed_memory()
         return lambda: None
     torch.cuda.empty_cache()
-    configured = any(os.environ.get(name) for name in _VARIABLES)
-    if not configured:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    total = torch.cuda.get_device_properties(device).total_memory
-    before = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+    cap = _CAPS.setdefault(device, _Cap(device))
+    cap.add(budget_bytes)
+    return functools.partial(cap.remove, budget_bytes)
 
-    def undo() -> None:
-        torch.cuda.set_per_process_memory_fraction(before, device)
-        if not configured:
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
-    return undo
+class _Cap:
+    """Budgets that are open on one device: together they are what torch may reserve."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: list[int] = []
+        self._before = 1.0
+        self._configured = any(os.environ.get(name) for name in _VARIABLES)
+
+    def add(self, budget_bytes: int) -> None:
+        if not self._open:
+            self._before = torch.cuda.get_per_process_memory_fraction(self._device)
+            self._expandable(True)
+        self._open.append(budget_bytes)
+        self._apply()
+
+    def remove(self, budget_bytes: int) -> None:
+        self._open.remove(budget_bytes)
+        if self._open:
+            self._apply()
+        else:
+            self._expandable(False)
+            torch.cuda.set_per_process_memory_fraction(self._before, self._device)
+
+    def _apply(self) -> None:
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        fraction = min(1.0, sum(self._open) / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+
+    def _expandable(self, wanted: bool) -> None:
+        if not self._configured:
+            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{wanted}")
+
+
+_CAPS: dict[torch.device, _Cap] = {}
 
 
 @functools.cache

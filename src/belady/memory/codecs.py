@@ -50,7 +50,7 @@ class Encoded:
 def encode(tensor: torch.Tensor) -> Encoded | None:
     """Encode ``tensor``, or return None where that saves no bytes or is not supported.
 
-    On a CUDA device, integers make the host wait for their smallest and largest value.
+    On a CUDA device, the host waits for the smallest and largest value.
 
     Examples
     --------
@@ -68,7 +68,8 @@ def encode(tensor: torch.Tensor) -> Encoded | None:
     least = min(span, tensor.numel()) * tensor.element_size()
     if tensor.dtype is torch.bool:
         codec, nbytes = "bits", -(-span // 8)
-        data = _pack(flat) if nbytes < least else None
+        # Bools made by reinterpreting bytes may hold others than 0 and 1: bits would be lost.
+        data = _pack(flat) if nbytes < least and _is_clean(flat) else None
     else:
         narrow = _narrowest(flat)
         codec, nbytes = str(narrow).removeprefix("torch."), span * narrow.itemsize
@@ -95,6 +96,10 @@ def _supported(tensor: torch.Tensor) -> bool:
         and (tensor.dtype is torch.bool or tensor.dtype in _WIDE)
         and tensor.numel() > 0
     )
+
+
+def _is_clean(flat: torch.Tensor) -> bool:
+    return int(flat.view(torch.uint8).max()) <= 1
 
 
 def _narrowest(flat: torch.Tensor) -> torch.dtype:
