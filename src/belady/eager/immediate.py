@@ -129,7 +129,9 @@ class Immediate:
         storage = tensor.untyped_storage()
         start, stop = _extent(tensor, storage.nbytes())
         key = (storage._cdata, tensor._version, start, stop, tensor.dtype)
-        known = self._live.get(key)
+        # A leaf's memory may be the user's, who can refill it between two saves without torch
+        # seeing it: each of its saves gets bytes of its own.
+        known = None if tensor.is_leaf else self._live.get(key)
         content = known() if known is not None else None
         # While a content lives, its weak reference to the storage keeps the address from being
         # used again, so an equal address names the same storage.

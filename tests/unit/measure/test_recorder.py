@@ -60,8 +60,7 @@ def test_views_have_the_value_of_their_base() -> None:
     a = torch.ones(4, 4)
     it = recorder()
     with it:
-        view = a.t()[1:].view(-1) if a.t()[1:].is_contiguous() else a.t()[1:]
-        view + 1
+        a.t()[1:].unsqueeze(0) + 1
     assert len(it.storages) == 2
     assert all(op.writes == () for op in it.ops[:-1])
     assert it.ops[-1].reads == (0,)
@@ -119,36 +118,27 @@ def test_random_ops_are_marked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "name", "position", "need"),
+    ("forward", "name", "needs"),
     [
-        (F.relu, "aten.threshold_backward.default", 1, Need.SIGN),
-        (
-            lambda x: F.threshold(x, 0.5, 0.0),
-            "aten.threshold_backward.default",
-            1,
-            Need.VALUES,
-        ),
+        (F.relu, "aten.threshold_backward.default", {Need.VALUES, Need.SIGN}),
+        (lambda x: F.threshold(x, 0.5, 0.0), "aten.threshold_backward.default", {Need.VALUES}),
         (
             lambda x: F.max_pool2d(x[None, None], 2),
             "aten.max_pool2d_with_indices_backward.default",
-            1,
-            Need.SHAPE,
+            {Need.VALUES, Need.SHAPE},
         ),
-        (torch.exp, "aten.mul.Tensor", 1, Need.VALUES),
+        (torch.exp, "aten.mul.Tensor", {Need.VALUES}),
     ],
     ids=["relu", "threshold", "pool", "exp"],
 )
-def test_what_backward_needs(forward: Any, name: str, position: int, need: Need) -> None:
+def test_what_backward_needs(forward: Any, name: str, needs: set[Need]) -> None:
     x = torch.rand(4, 4, requires_grad=True)
     it = recorder()
     with it:
         y = forward(x)
         y.backward(torch.ones_like(y))
-    at = next(i for i, op in enumerate(it.ops) if op.name == name)
-    assert it.ops[at].phase is Phase.BACKWARD
-    uses = [u.need for value in it.values for u in value.uses if u.op == at]
-    assert need in uses
-    assert (need is not Need.VALUES) == any(n is not Need.VALUES for n in uses), position
+    (at,) = (i for i, op in enumerate(it.ops) if op.name == name)
+    assert {use.need for value in it.values for use in value.uses if use.op == at} == needs
 
 
 def test_phases_follow_autograd() -> None:
@@ -191,12 +181,12 @@ def test_an_op_that_raises_leaves_the_clock_in_step() -> None:
 
 
 def test_saves_and_their_life() -> None:
-    a, b = torch.ones(3), torch.arange(6.0).view(2, 3)
+    a, b = torch.ones(3), torch.arange(6.0).view(2, 3).t()[1:]
     it = recorder()
     it.modules.append("layer")
     with it:
         a + 1
-        save = it.packed(b.t()[1:], 2, 7)
+        save = it.packed(b, 2, 7)
         a + 1
         it.read(save)
         a + 1
