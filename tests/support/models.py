@@ -41,7 +41,7 @@ class ResidualCNN(nn.Module):
             nn.MaxPool2d(2),
             Residual(8),
             Residual(8),
-            nn.AdaptiveAvgPool2d(4),
+            nn.AvgPool2d(2),
             nn.Flatten(),
             nn.Dropout(0.3),
             nn.Linear(128, CLASSES),

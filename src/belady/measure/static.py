@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,7 +19,7 @@ from belady.measure.clock import NoClock
 from belady.measure.modules import module_paths
 from belady.measure.observe import assemble
 from belady.measure.recorder import Recorder
-from belady.measure.untouched import untouched
+from belady.measure.untouched import replace_tensors, untouched
 
 
 def static_trace(
@@ -72,18 +72,20 @@ def record(
     """
     recorder = Recorder(device, NoClock())
     try:
-        with untouched(module, call, device), ExitStack() as stack:
-            fake = stack.enter_context(FakeTensorMode())
-            tensors = _faked_state(module, fake, recorder)
-            args, kwargs = tree_map_only(
+        with untouched(module, call, device) as containers, FakeTensorMode() as fake:
+            # In place of the real ones until backward is over, which may call modules again.
+            replace_tensors(containers, fake.from_tensor)
+            parameters = list(module.parameters())
+            _adopt_state(module, recorder)
+            faked = tree_map_only(
                 torch.Tensor, lambda tensor: _faked(tensor, fake, more_samples), call
             )
-            for tensor in tree_leaves((args, kwargs)):
+            for tensor in tree_leaves(faked):
                 if isinstance(tensor, torch.Tensor):
                     recorder.adopt_new(tensor, StorageKind.INPUT)
-            _forward_backward(module, (tensors, args, kwargs), recorder, stack)
+            _forward_backward(module, faked, recorder)
             with recorder.aside():
-                _adopt_update(module, tensors, state_copies, recorder)
+                _adopt_update(parameters, state_copies, recorder)
     except Exception as error:
         raise TraceError(
             f"{type(module).__name__} cannot be traced without running it: {error}"
@@ -107,55 +109,37 @@ def library_bytes(device: torch.device) -> int:
     return 2 * (32 * 2**20 if major >= 9 else 4096 * 2 * 1024 + 16 * 8 * 1024)
 
 
-def _forward_backward(
-    module: torch.nn.Module, call: tuple[Any, Any, Any], recorder: Recorder, stack: ExitStack
-) -> None:
-    tensors, args, kwargs = call
-    pack, unpack = _hooks(recorder)
-    # On one thread, so that the recorder sees backward whatever the device.
-    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-    stack.enter_context(module_paths(module, recorder.modules))
-    stack.enter_context(recorder)
-    with saved_tensors_hooks(pack, unpack):
-        result = torch.func.functional_call(module, tensors, args, kwargs)
-    recorder.phase = Phase.LOSS
-    # As at the end of the user's autocast block, which comes before backward.
-    torch.clear_autocast_cache()
-    outputs = [tensor for tensor in _tensors_of(result) if tensor.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+def _forward_backward(module: torch.nn.Module, call: tuple[Any, Any], recorder: Recorder) -> None:
+    args, kwargs = call
+    with ExitStack() as stack:
+        # On one thread, so that the recorder sees backward whatever the device.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(module_paths(module, recorder.modules))
+        stack.enter_context(recorder)
+        with saved_tensors_hooks(*_hooks(recorder)):
+            result = module(*args, **kwargs)
+        recorder.phase = Phase.LOSS
+        # As at the end of the user's autocast block, which comes before backward.
+        torch.clear_autocast_cache()
+        outputs = [tensor for tensor in _tensors_of(result) if tensor.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
-def _adopt_update(
-    module: torch.nn.Module, tensors: dict[str, torch.Tensor], copies: int, recorder: Recorder
-) -> None:
+def _adopt_state(module: torch.nn.Module, recorder: Recorder) -> None:
+    for parameter in module.parameters():
+        recorder.adopt(parameter, StorageKind.PARAMETER)
+    for buffer in module.buffers():
+        recorder.adopt(buffer, StorageKind.BUFFER)
+
+
+def _adopt_update(parameters: Iterable[torch.Tensor], copies: int, recorder: Recorder) -> None:
     """Gradients, and the state that an optimizer will keep for each."""
-    for name, _ in module.named_parameters():
-        gradient = tensors[name].grad
-        if gradient is not None:
-            recorder.adopt(gradient, StorageKind.GRADIENT)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            recorder.adopt(parameter.grad, StorageKind.GRADIENT)
             for _ in range(copies):
-                recorder.adopt(torch.empty_like(tensors[name]), StorageKind.STATE)
-
-
-def _faked_state(
-    module: torch.nn.Module, fake: FakeTensorMode, recorder: Recorder
-) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for kind, named in (
-        (StorageKind.PARAMETER, module.named_parameters()),
-        (StorageKind.BUFFER, module.named_buffers()),
-    ):
-        for name, tensor in named:
-            tensors[name] = fake.from_tensor(tensor)
-            recorder.adopt(tensors[name], kind)
-    for part in module.modules():
-        # Put back by `untouched`.
-        attributes = vars(part)
-        for name, attribute in attributes.items():
-            if isinstance(attribute, torch.Tensor):
-                attributes[name] = fake.from_tensor(attribute)
-    return tensors
+                recorder.adopt(torch.empty_like(parameter), StorageKind.STATE)
 
 
 def _faked(tensor: torch.Tensor, fake: FakeTensorMode, more_samples: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,25 +24,49 @@ _Undo = Callable[[], None]
 @contextmanager
 def untouched(
     module: torch.nn.Module, call: tuple[Any, Any], device: torch.device
-) -> Iterator[None]:
+) -> Iterator[list[Any]]:
     """Leave everything as it was found that a call of ``module`` is known to change.
 
     That is: the attributes of its submodules and of objects among the arguments, with the lists,
     dicts and sets that they hold; the random state of torch, NumPy and Python; autocast's cache.
+
+    Yields
+    ------
+    list
+        The dicts, lists and sets of the module, each once; they may be changed too.
     """
-    undo: list[_Undo] = [*_random_state(device)]
+    undo = [*_random_state(device)]
     seen: set[int] = set()
+    owned: list[Any] = []
     for part in module.modules():
-        _remember(vars(part), undo, seen)
+        owned += _containers(vars(part), seen)
+    given: list[Any] = []
     for leaf in tree_leaves(call):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, type)):
-            _remember(vars(leaf), undo, seen)
+            given += _containers(vars(leaf), seen)
+    undo += [_putting_back(container) for container in (*owned, *given)]
     try:
-        yield
+        yield owned
     finally:
         for put_back in undo:
             put_back()
         torch.clear_autocast_cache()
+
+
+def replace_tensors(
+    containers: Iterable[Any], replaced: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Put ``replaced(tensor)`` in the place of every tensor that lies in a dict or list."""
+    for container in containers:
+        if type(container) in _MAPPINGS:
+            places = list(container.items())
+        elif type(container) in _SEQUENCES:
+            places = list(enumerate(container))
+        else:
+            continue
+        for place, item in places:
+            if isinstance(item, torch.Tensor):
+                container[place] = replaced(item)
 
 
 def _random_state(device: torch.device) -> Iterator[_Undo]:
@@ -57,16 +81,16 @@ def _random_state(device: torch.device) -> Iterator[_Undo]:
         yield lambda: torch.cuda.set_rng_state(cuda, device)
 
 
-def _remember(container: Any, undo: list[_Undo], seen: set[int]) -> None:
-    """Add what puts back the items of ``container``, and of the containers among them."""
+def _containers(container: Any, seen: set[int]) -> Iterator[Any]:
+    """``container`` and the containers among its items, but for those in ``seen``."""
     if id(container) in seen:
         return
     seen.add(id(container))
-    undo.append(_putting_back(container))
+    yield container
     if len(container) <= _MOST_ITEMS:
         for item in container.values() if type(container) in _MAPPINGS else container:
             if type(item) in _CONTAINERS:
-                _remember(item, undo, seen)
+                yield from _containers(item, seen)
 
 
 def _putting_back(container: Any) -> _Undo:
