@@ -101,7 +101,10 @@ def random_plan(trace: Trace, kind: str, seed: int) -> Plan:
     tiers = [Tier.DISK] if kind == "direct" else [Tier.HOST, Tier.DISK]
     chance = random.Random(seed)
     assignments = [
-        Assignment(value, _decision(trace, value, tiers, chance)) for value in trace.saved
+        Assignment(value, _decision(trace, value, tiers, chance))
+        for value in trace.saved
+        # cuDNN saves reserves of no bytes, which cannot move.
+        if trace.storages[trace.values[value].storage].nbytes > 0
     ]
     return Plan(trace.fingerprint, "random/1", Budget(ROOM), tuple(assignments))
 

@@ -117,6 +117,9 @@ class Planned:
         ordinal = self._ordinal
         self._ordinal = ordinal + 1
         entry = self._table.get(ordinal)
+        if entry is None and not movable(tensor, self._device):
+            # Not in any trace either: another device (a generator's state), sparse, a subclass.
+            return _PlannedKept(tensor, -1, 0)
         if entry is None or not _matches(tensor, entry):
             self._default("save not in the plan")
             return _PlannedKept(tensor, -1, 0)

@@ -129,15 +129,17 @@ def tier_curve(
 def reload_end(trace: Trace, value: Value) -> int:
     """Boundary until which bytes that backward takes back are held.
 
-    Usually until the last save is dropped; longer when backward hands the bytes on (a gradient
-    that is a view of a saved tensor), which a kept storage shows as a death after every drop.
+    Usually until the last save is dropped. Longer when ops go on to use them (compiled backward
+    passes let go of everything at once), or backward hands them on (a gradient that is a view of
+    a saved tensor), which a kept storage shows as a death after every drop.
     """
     storage = trace.storages[value.storage]
     first = value.first_read
-    handed_on = storage.death > trace.last_drops[value.storage]
-    if handed_on and first is not None and storage.released < first:
+    if first is None or storage.released >= first:
+        return value.dropped
+    if storage.death > trace.last_drops[value.storage]:
         return storage.death
-    return value.dropped
+    return max(value.dropped, value.uses[-1].op + 1 if value.uses else 0)
 
 
 class _Stay(NamedTuple):

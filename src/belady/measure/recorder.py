@@ -51,6 +51,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile work as it does unwatched, and watch what its code runs."""
+        return True
+
     def __init__(self, device: torch.device, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
@@ -65,7 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = 0
         self.contents: dict[int, int] = {}
         self.shapes: list[tuple[tuple[int, ...], ...]] = []
-        self._index: dict[int, int] = {}
+        self._present: dict[int, int] = {}  # value by address of its bytes
         self._anchored: list[Any] = []
         self._last = perf_counter()
         self._writes: dict[Any, frozenset[int | str]] = {}
@@ -115,9 +120,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = self.saves[save].value
         if value < 0 or not self._visible(tensor):
             return
-        storage = self.values[value].storage
-        if self._index.get(tensor.untyped_storage()._cdata) != storage:
-            self._watch(tensor.untyped_storage(), storage, birth=len(self.ops))
+        # Kept bytes have been the storage all along, at their own latest version.
+        if self._storage_of(tensor) != self.values[value].storage:
+            self._watch(tensor.untyped_storage(), value, birth=len(self.ops))
 
     def brought(self, content: object, tensor: torch.Tensor) -> None:
         """The bytes of a moved content were asked back, to be the storage of ``tensor``."""
@@ -129,15 +134,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Make a tensor known that exists before the iteration, or say what it is for."""
         if not self._visible(tensor):
             return
-        index = self._index.get(tensor.untyped_storage()._cdata)
-        if index is None:
+        storage = self._storage_of(tensor)
+        if storage < 0:
             self._born(tensor, kind, producer=-1)
         else:
-            self.storages[index].kind = kind
+            self.storages[storage].kind = kind
 
     def adopt_new(self, tensor: torch.Tensor, kind: StorageKind) -> None:
         """Make a tensor known that exists before the iteration, unless it is known already."""
-        if self._visible(tensor) and tensor.untyped_storage()._cdata not in self._index:
+        if self._visible(tensor) and self._storage_of(tensor) < 0:
             self.adopt(tensor, kind)
 
     # -- what the dispatcher tells -----------------------------------------------------------
@@ -202,7 +207,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written += [
             self._born(tensor, None, producer)
             for tensor in tensors_in((result,))
-            if self._visible(tensor) and tensor.untyped_storage()._cdata not in self._index
+            if self._visible(tensor) and self._storage_of(tensor) < 0
         ]
         op.writes = tuple(dict.fromkeys(value for value in written if value >= 0))
 
@@ -215,39 +220,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and torch._C._has_storage(tensor)
         )
 
+    def _storage_of(self, tensor: torch.Tensor) -> int:
+        """Number of the tensor's storage; -1 when it is not known yet."""
+        value = self._present.get(tensor.untyped_storage()._cdata, -1)
+        return -1 if value < 0 else self.values[value].storage
+
     def _value_of(self, tensor: torch.Tensor) -> int:
         """Present value of the tensor's storage; -1 for what is not recorded."""
         if not self._visible(tensor):
             return -1
-        index = self._index.get(tensor.untyped_storage()._cdata)
-        if index is None:
-            # First seen as an operand: it was there before the iteration.
-            return self._born(tensor, None, producer=-1)
-        return self.storages[index].value
+        value = self._present.get(tensor.untyped_storage()._cdata)
+        # First seen as an operand: it was there before the iteration.
+        return self._born(tensor, None, producer=-1) if value is None else value
 
     def _born(self, tensor: torch.Tensor, kind: StorageKind | None, producer: int) -> int:
         storage = tensor.untyped_storage()
-        index = len(self.storages)
-        self.values.append(RawValue(index, 0, producer))
+        self.values.append(RawValue(len(self.storages), 0, producer))
+        self.storages.append(RawStorage(str(tensor.device), storage.nbytes(), kind))
         value = len(self.values) - 1
-        self.storages.append(RawStorage(str(tensor.device), storage.nbytes(), kind, value=value))
-        self._watch(storage, index, birth=max(producer, 0))
+        self._watch(storage, value, birth=max(producer, 0))
         return value
 
     def _rewritten(self, tensor: torch.Tensor) -> int:
-        if self._value_of(tensor) < 0:
+        before = self._value_of(tensor)
+        if before < 0:
             return -1
-        index = self._index[tensor.untyped_storage()._cdata]
+        index = self.values[before].storage
         storage = self.storages[index]
         storage.version += 1
         self.values.append(RawValue(index, storage.version, len(self.ops) - 1))
-        storage.value = len(self.values) - 1
-        return storage.value
+        value = self._present[tensor.untyped_storage()._cdata] = len(self.values) - 1
+        return value
 
-    def _watch(self, storage: torch.UntypedStorage, index: int, birth: int) -> None:
+    def _watch(self, storage: torch.UntypedStorage, value: int, birth: int) -> None:
         life = [birth, -1]
-        self.storages[index].lives.append(life)
-        self._index[storage._cdata] = index
+        self.storages[self.values[value].storage].lives.append(life)
+        self._present[storage._cdata] = value
 
         def gone(_: Any) -> None:
             life[1] = len(self.ops)

@@ -43,7 +43,6 @@ class RawStorage:
     nbytes: int
     kind: StorageKind | None
     lives: list[list[int]] = field(default_factory=list)
-    value: int = -1
     version: int = 0
 
 

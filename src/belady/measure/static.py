@@ -74,7 +74,7 @@ def record(
     try:
         with untouched(module, call, device) as containers, FakeTensorMode() as fake:
             # In place of the real ones until backward is over, which may call modules again.
-            replace_tensors(containers, fake.from_tensor)
+            replace_tensors(containers, lambda tensor: _faked_if_possible(tensor, fake))
             parameters = list(module.parameters())
             _adopt_state(module, recorder)
             faked = tree_map_only(
@@ -114,6 +114,8 @@ def _forward_backward(module: torch.nn.Module, call: tuple[Any, Any], recorder: 
     with ExitStack() as stack:
         # On one thread, so that the recorder sees backward whatever the device.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # Code compiled for tensors without bytes would be of no use to the real call.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(module_paths(module, recorder.modules))
         stack.enter_context(recorder)
         with saved_tensors_hooks(*_hooks(recorder)):
@@ -140,6 +142,14 @@ def _adopt_update(parameters: Iterable[torch.Tensor], copies: int, recorder: Rec
             recorder.adopt(parameter.grad, StorageKind.GRADIENT)
             for _ in range(copies):
                 recorder.adopt(torch.empty_like(parameter), StorageKind.STATE)
+
+
+def _faked_if_possible(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+    try:
+        return fake.from_tensor(tensor)
+    except Exception:
+        # Perhaps the call does not use it; if it does, the mode refuses it.
+        return tensor
 
 
 def _faked(tensor: torch.Tensor, fake: FakeTensorMode, more_samples: int) -> torch.Tensor:

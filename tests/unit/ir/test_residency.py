@@ -17,7 +17,7 @@ from belady.ir.residency import (
     reload_end,
     tier_curve,
 )
-from belady.ir.trace import Tier, Trace, Value
+from belady.ir.trace import Tier, Trace, Use, Value
 from tests.support.strategies import traces
 from tests.unit.ir.engine import Engine
 from tests.unit.ir.moments import (
@@ -153,6 +153,16 @@ def test_bytes_that_backward_hands_on_are_held_to_the_end() -> None:
     assert reload_end(trace, value) == 9
     moved = curve(trace, plan_of(trace, {0: Offload(Tier.HOST, 0, 1, 5, 5)}), BYTES)
     assert moved == [100] * 2 + [0] * 3 + [100] * 4 + [0]
+
+
+def test_bytes_are_held_as_long_as_ops_use_them() -> None:
+    used = Value(0, 0, 0, (Use(1), Use(7)), (save(1, (5,), 5),))
+    other = Value(0, 1, 2, (), (save(3, (9,), 10, 1),))
+    trace = trace_of(12, [transient(100, 0, 4, 10)], [used, other])
+    assert reload_end(trace, used) == 8
+    moves = {0: Offload(Tier.HOST, 0, 3, 5, 5), 1: Offload(Tier.HOST, 2, 3, 9, 9)}
+    held = curve(trace, plan_of(trace, dict(moves)), BYTES)
+    assert held == [100] * 4 + [0] + [100] * 3 + [0, 100, 0, 0]
 
 
 def test_a_later_death_of_another_value_is_not_a_handing_on() -> None:

@@ -338,6 +338,40 @@ def test_only_the_first_read_of_a_save_is_an_anchor(x: Tensor) -> None:
     assert save.reads[1] not in trace.anchors
 
 
+class PartlyCompiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.runs = 0
+        self.function = torch.compile(self.body, backend="aot_eager", fullgraph=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return (x.sin() * x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+def test_compiled_code_is_watched_as_it_will_run(x: Tensor) -> None:
+    model = PartlyCompiled()
+    traces = []
+    for _ in range(2):
+        model.zero_grad()
+        traces.append(observed(model, x))
+    # Traced once, by the compiler.
+    assert model.runs == 1
+    assert traces[0].fingerprint == traces[1].fingerprint
+    # Its partitioner saves less than autograd: the sine is computed again.
+    assert len(ops_named(traces[0], "sin.default")) == 2
+    start, _ = ops_named(traces[0], "sin.default")
+    inner = [(value, save) for value, save in saves_of(traces[0]) if save.op == start]
+    assert [save.as_input for _, save in inner] == [True, False]
+    # Its backward drops all at once and goes on to use it.
+    assert all(save.dropped == save.reads[0] for _, save in inner)
+    assert all(storage_of(traces[0], value).death > save.dropped for value, save in inner)
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()

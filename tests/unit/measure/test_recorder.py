@@ -264,3 +264,16 @@ def test_it_keeps_no_bytes_alive() -> None:
     gc.collect()
     assert seen == [1]
     assert len(y) == 10
+
+
+def test_higher_order_operators_are_one_op() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * 2
+
+    x = torch.ones(3)
+    it = recorder()
+    with it:
+        y = torch.cond(torch.tensor(True), scaled, scaled, (x,))
+    assert named(it)[-1] == "cond"
+    assert it.ops[-1].writes
+    assert y.tolist() == [2.0] * 3
