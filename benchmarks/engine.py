@@ -24,7 +24,7 @@ GROUPS: dict[str, list[tuple[str, str, str, str, bool]]] = {
         ("resnet50", "plain", "none", "bf16", True),
         ("resnet50", "auto", "none", "bf16", True),
     ]
-    * 3,
+    * 2,
     "plain": [(net, "plain", "none", precision, False) for precision in PRECISIONS for net in NETS],
     # The vDNN policies, each under a cap of its own predicted peak plus the stated margin.
     "founders": [

@@ -9,5 +9,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-operators",
         action="store_true",
-        help="run every operator of PyTorch's database with every sample, not a slice",
+        help="run every operator of PyTorch's database, not a slice",
     )

@@ -186,14 +186,14 @@ def _present(*groups: Any) -> list[Tensor]:
     return [t for group in groups for t in group if t is not None]
 
 
-def thin(items: list[Any], limit: int | None) -> list[Any]:
-    """At most ``limit`` of the items, evenly spread; None is all."""
-    if limit is None or len(items) <= limit:
+def thin(items: list[Any], limit: int) -> list[Any]:
+    """At most ``limit`` of the items, evenly spread."""
+    if len(items) <= limit:
         return items
     return [items[i * len(items) // limit] for i in range(limit)]
 
 
-def samples(op: Any, device: str, dtype: torch.dtype, limit: int | None) -> Iterator[Any]:
+def samples(op: Any, device: str, dtype: torch.dtype, limit: int) -> Iterator[Any]:
     """Samples as the database makes them, and with other strides."""
     torch.manual_seed(0)
     found = list(op.sample_inputs(device, dtype, requires_grad=True))

@@ -65,7 +65,7 @@ def away(trace: Trace, index: int, decision: Offload) -> tuple[int, int]:
     stay = next((stay for stay in _stays(trace, value, decision) if stay.out < stay.end), None)
     if stay is None:
         return value.dropped, value.dropped
-    return max(stay.free, released), stay.back
+    return max(stay.free, released), stay.end if stay.back is None else stay.back
 
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
@@ -139,21 +139,20 @@ def reload_end(trace: Trace, value: Value) -> int:
         return value.dropped
     if storage.death > trace.last_drops[value.storage]:
         return storage.death
-    return max(value.dropped, value.uses[-1].op + 1 if value.uses else 0)
+    return max([value.dropped, *(use.op + 1 for use in value.uses)])
 
 
 class _Stay(NamedTuple):
     """What an Offload makes of one uninterrupted time for which a value is saved.
 
-    Boundaries: first save and last drop; copy-out issued, original let go, bytes taken back.
-    Each of the last three is ``end`` where it does not come to pass.
+    Boundaries: last drop; copy-out issued and original let go, ``end`` where it is not; bytes
+    taken back, None where they are not.
     """
 
-    start: int
     end: int
     out: int
     free: int
-    back: int
+    back: int | None
 
 
 def _stays(trace: Trace, value: Value, decision: Offload) -> Iterator[_Stay]:
@@ -163,12 +162,14 @@ def _stays(trace: Trace, value: Value, decision: Offload) -> Iterator[_Stay]:
     for start, end, reads in _times_saved(value):
         if not start <= due_out < end:
             # Never sent, so the original stays.
-            yield _Stay(start, end, end, end, end)
+            yield _Stay(end, end, end, None)
             continue
         free = min(due_free, end)
         # A read finds the original where it is still there, and else brings back what is not here.
-        read = min((read for read in reads if read >= free), default=end)
-        yield _Stay(start, end, due_out, free, min(due_back, read, end))
+        backs = [read for read in reads if read >= free]
+        if due_back < end:
+            backs.append(due_back)
+        yield _Stay(end, due_out, free, min(backs, default=None))
 
 
 def _times_saved(value: Value) -> Iterator[tuple[int, int, list[int]]]:
@@ -205,7 +206,7 @@ def _offloaded(trace: Trace, index: int, decision: Offload) -> tuple[int, list[I
     for stay in _stays(trace, value, decision):
         until = max(until, stay.free)
         moved.append(Interval(decision.tier, value.storage, index, stay.out, stay.end, nbytes))
-        if stay.back < stay.end:
+        if stay.back is not None:
             end = stay.end + beyond
             moved.append(Interval(Tier.DEVICE, value.storage, index, stay.back, end, nbytes))
     return until, moved

@@ -342,6 +342,7 @@ class Compiled(nn.Module):
         return self.function(self.layer(x))
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_nothing_is_compiled_for_it() -> None:
     module = Compiled()
     trace = traced(module, torch.ones(2, 4))
