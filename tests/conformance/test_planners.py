@@ -139,5 +139,5 @@ def test_unknown_policy(long_chain: Trace) -> None:
     hardware = machine(
         "cuda", link_rate=5.5e10, disk=False, disk_rate=1.0, allocator=Allocator(1, 0.0, 0)
     )
-    with pytest.raises(ValueError, match=r"no policy 'vdn': choose one of auto, vdnn_all, "):
+    with pytest.raises(ValueError, match=r"no policy 'vdn': choose one of auto, lifetime, "):
         plan("vdn", long_chain, hardware, Budget(0))

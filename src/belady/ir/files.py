@@ -23,6 +23,7 @@ from belady.ir.scalars import Misfit, unique_keys
 __all__ = ["dumps", "load", "loads", "save", "validate"]
 
 LARGEST_BYTES = 2**30
+_PIECE_BYTES = 2**20
 
 T = TypeVar("T")
 
@@ -123,10 +124,13 @@ def _codec(cls: type) -> Codec:
 
 def _bounded(file: IO[bytes]) -> bytes:
     """Read all, but never more than the limit: a file may grow, or be a device."""
-    content = file.read(LARGEST_BYTES + 1)
-    if len(content) > LARGEST_BYTES:
-        raise _too_large(len(content))
-    return content
+    content = bytearray()
+    # Piece by piece: asked for all at once, Python would reserve the limit itself.
+    while piece := file.read(_PIECE_BYTES):
+        content += piece
+        if len(content) > LARGEST_BYTES:
+            raise _too_large(len(content))
+    return bytes(content)
 
 
 def _decompressed(file: IO[bytes]) -> bytes:

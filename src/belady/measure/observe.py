@@ -24,6 +24,8 @@ from belady.measure.recorder import Recorder
 from belady.measure.records import RawOp, RawSave, RawStorage
 
 _TRIALS = 500
+# Times the median op beyond which an op did not only issue work.
+_OUTLIER = 5.0
 
 
 def assemble(
@@ -109,13 +111,26 @@ def _first_op_by_sequence(recorder: Recorder) -> dict[int, int]:
 def _ops(recorder: Recorder, first: dict[int, int], *, timed: bool) -> list[Op]:
     ops = []
     timings = recorder.clock.results()
-    bias = dispatch_seconds() if timed else 0.0
-    for raw, run in zip(recorder.ops, timings, strict=True):
+    issue = _issue_seconds(recorder) if timed else [0.0] * len(recorder.ops)
+    for raw, run, host_seconds in zip(recorder.ops, timings, issue, strict=True):
         forward = first.get(raw.sequence) if raw.phase is Phase.BACKWARD else None
         origin = raw if forward is None else recorder.ops[forward]
-        host_seconds = max(raw.host_seconds - bias, 0.0) if timed else 0.0
         ops.append(_op(raw, origin, (forward, host_seconds), run))
     return ops
+
+
+def _issue_seconds(recorder: Recorder) -> list[float]:
+    """Host time of each op, less what watching adds and less waiting for the device.
+
+    A call that waits (the allocator flushes its cache, a launch queue is full) stands out: nothing
+    that only issues work takes many times what the other ops take.
+    """
+    bias = dispatch_seconds()
+    seconds = [max(raw.host_seconds - bias, 0.0) for raw in recorder.ops]
+    if recorder.device.type == "cpu":
+        return seconds
+    longest = _OUTLIER * median(seconds) if seconds else 0.0
+    return [min(second, longest) for second in seconds]
 
 
 def _op(raw: RawOp, origin: RawOp, issue: tuple[int | None, float], run: tuple[float, int]) -> Op:

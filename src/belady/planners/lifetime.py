@@ -155,7 +155,11 @@ class _Round:
             wanted = int(np.searchsorted(self._times, due[value], side="right")) - 1
             since = _last_short(slack, max(wanted, start), stop, self._nbytes[value])
             since = self._next_anchor(since)
-            if since < stop:
+            if since <= start:
+                # There is room all the way from the save: it need not leave at all.
+                slack[start:stop] -= self._nbytes[value]
+                del self._moves[value]
+            elif since < stop:
                 slack[since:stop] -= self._nbytes[value]
                 self._moves[value] = replace(move, copy_in_at=since)
 
