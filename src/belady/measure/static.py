@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -72,7 +73,7 @@ def record(
     """
     recorder = Recorder(device, NoClock())
     try:
-        with untouched(module, call, device) as containers, FakeTensorMode() as fake:
+        with _quiet(), untouched(module, call, device) as containers, FakeTensorMode() as fake:
             # In place of the real ones until backward is over, which may call modules again.
             replace_tensors(containers, lambda tensor: _faked_if_possible(tensor, fake))
             parameters = list(module.parameters())
@@ -213,3 +214,15 @@ def _hooks(recorder: Recorder) -> tuple[Any, Any]:
         return tensor
 
     return pack, unpack
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what cannot be faked: the call itself will say what is wrong."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
