@@ -22,6 +22,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import belady
 from tests.support.operators import (
+    STALE,
     Mode,
     Report,
     Sample,
@@ -29,7 +30,6 @@ from tests.support.operators import (
     left_over,
     same,
     samples,
-    steady,
 )
 
 TIERS = ("host", "disk", "encoded", "device")
@@ -46,6 +46,8 @@ CHOSEN = frozenset(
         "sort", "view_as_complex", "where",
     }
 )  # fmt: skip
+# LAPACK's driver gives other last bits from one call to the next, also in plain PyTorch.
+UNSTEADY = frozenset({"linalg.lstsq"})
 OPERATORS = [op for op in (*op_db, *autograd_function_db) if op.supports_autograd]
 
 
@@ -70,12 +72,21 @@ def dtypes(operator: Any, device: str) -> list[torch.dtype]:
 
 
 def modes(operator: Any, device: str) -> list[tuple[Mode, Callable[..., Any]]]:
-    found = [(mode, operator.op) for mode in Mode if mode not in (Mode.DOUBLE, Mode.IN_PLACE)]
+    found = [(mode, operator.op) for mode in (Mode.TWICE, *STALE)]
     if operator.supports_gradgrad:
         found.append((Mode.DOUBLE, operator.op))
     if operator.inplace_variant is not None and operator.supports_inplace_autograd:
         found.append((Mode.IN_PLACE, operator.inplace_variant))
     return found
+
+
+def kept_what_was_overwritten(call: Sample, mode: Mode, expected: Any, found: Any) -> bool:
+    """Whether plain autograd used an overwritten value unawares, and belady the one saved.
+
+    `torch.kron` saves a view that does not share the version of what it views.
+    """
+    missed = mode in STALE and not isinstance(expected, Exception)
+    return missed and same(differentiate(call, Mode.FRESH), found)
 
 
 def check_sample(operator: Any, device: str, sample: Any, what: str, report: Report) -> None:
@@ -90,7 +101,9 @@ def check_sample(operator: Any, device: str, sample: Any, what: str, report: Rep
             report.compared += 1
             if same(expected, found):
                 continue
-            if not steady(call, mode, expected):
+            if kept_what_was_overwritten(call, mode, expected, found):
+                continue
+            if operator.name in UNSTEADY:
                 report.unrepeatable += 1
             else:
                 report.failures.append(f"{what}, {tier}, {mode.name}: {found!s:.200}")
@@ -121,7 +134,11 @@ def recurrent_sample(device: str, transposed: bool) -> SimpleNamespace:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_recurrent_layer(transposed: bool, device: str) -> None:
     operator = SimpleNamespace(
-        op=recurrent, supports_gradgrad=False, inplace_variant=None, supports_inplace_autograd=False
+        name="lstm",
+        op=recurrent,
+        supports_gradgrad=False,
+        inplace_variant=None,
+        supports_inplace_autograd=False,
     )
     report = Report()
     check_sample(operator, device, recurrent_sample(device, transposed), "lstm", report)

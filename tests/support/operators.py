@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -27,6 +28,7 @@ class Mode(Enum):
     TWICE = "backward, and again with the graph retained"
     DOUBLE = "gradients of gradients, inside the context"
     IN_PLACE = "the operator's in-place variant"
+    FRESH = "backward, nothing overwritten"
     STALE_FIRST = "the first tensor given is overwritten before backward"
     STALE_LAST = "the last tensor given is overwritten before backward"
     STALE_RESULT = "the result is overwritten before backward"
@@ -114,25 +116,29 @@ def _in_place(sample: Sample, given: Any, saving: Saving) -> list[Tensor]:
     )
 
 
-def _stale(sample: Sample, given: Any, saving: Saving, which: int) -> list[Tensor]:
+def _overwritten(mode: Mode, sample: Sample, given: Any, saving: Saving) -> list[Tensor]:
     with saving():
         results = sample.call(given)
     weights = [torch.randn_like(t) for t in results]
     tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-    victim = results[0] if which == _RESULT else tensors[which]
+    victims = {
+        Mode.FRESH: [],
+        Mode.STALE_FIRST: tensors[:1],
+        Mode.STALE_LAST: tensors[-1:],
+        Mode.STALE_RESULT: results[:1],
+    }
     with torch.no_grad(), suppress(RuntimeError):  # one that overlaps itself cannot be written
-        victim.zero_()
+        for victim in victims[mode]:
+            victim.zero_()
     return _present(torch.autograd.grad(results, _leaves(given), weights, allow_unused=True))
 
 
-_RESULT = 1
+STALE = (Mode.STALE_FIRST, Mode.STALE_LAST, Mode.STALE_RESULT)
 _MODES: dict[Mode, Callable[[Sample, Any, Saving], list[Tensor]]] = {
     Mode.TWICE: _twice,
     Mode.DOUBLE: _double,
     Mode.IN_PLACE: _in_place,
-    Mode.STALE_FIRST: lambda *a: _stale(*a, which=0),
-    Mode.STALE_LAST: lambda *a: _stale(*a, which=-1),
-    Mode.STALE_RESULT: lambda *a: _stale(*a, which=_RESULT),
+    **{mode: functools.partial(_overwritten, mode) for mode in (Mode.FRESH, *STALE)},
 }
 
 
@@ -157,19 +163,6 @@ def left_over(sample: Sample, saving: Saving = nullcontext) -> int:
         return sum(not storage.expired() for storage in watched)
     finally:
         gc.enable()
-
-
-def steady(sample: Sample, mode: Mode, expected: Any) -> bool:
-    """Whether plain autograd gives this outcome wherever in memory its operands come to lie.
-
-    LAPACK's drivers do not: a few bits of `linalg.lstsq` depend on the alignment.
-    """
-    for run in range(32):
-        elsewhere = [torch.empty(size) for size in range(1, 40 + run)]
-        if not same(expected, differentiate(sample, mode)):
-            return False
-        del elsewhere
-    return True
 
 
 def same(expected: Any, actual: Any) -> bool:
