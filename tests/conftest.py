@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -20,6 +23,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def settable_backend_flags() -> None:
+    """Importing torch's operator database forbids setting backend flags, for the whole process."""
+    if "torch.backends" in sys.modules:
+        forbid = sys.modules["torch.backends"].disable_global_flags
+        forbid.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_held_by_save_on() -> Iterator[None]:
+    """What `save_on` keeps for its next use must not show in other modules' leak checks."""
+    yield
+    if "belady.eager.save_on" in sys.modules:
+        sys.modules["belady.eager.save_on"].release()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import json
 import resource
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,8 +70,14 @@ def main() -> None:
             found["error"] = f"{type(error).__name__}: {error}"
     found["losses"] = [loss.hex() for loss in training.losses]
     found["data"] = sampler.peak_bytes
-    found["resident"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found["resident"] = peak_resident_bytes()
     print(json.dumps(found))
+
+
+def peak_resident_bytes() -> int:
+    """Most bytes resident since this program began; getrusage would count the parent's as well."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 if __name__ == "__main__":

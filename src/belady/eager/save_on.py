@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import TracebackType
 
 import torch
@@ -16,11 +15,25 @@ from belady.memory.carrier import Carrier
 _WHERE = ("host", "disk", "encoded", "device")
 
 
-@functools.cache
+# One a device for the life of the process: pinning anew for every block of code would cost more
+# than the copies.
+_CARRIERS: dict[torch.device, Carrier] = {}
+
+
 def _carrier(device: torch.device) -> Carrier:
-    # One for the life of the process: pinning anew for every block of code would cost more than
-    # the copies.
-    return Carrier(device)
+    carrier = _CARRIERS.get(device)
+    if carrier is None:
+        carrier = _CARRIERS[device] = Carrier(device)
+    return carrier
+
+
+def release() -> None:
+    """Give back the host memory, files and threads that `save_on` holds for its next use.
+
+    Saved tensors that backward has not asked for yet are lost: reading them raises `TierError`.
+    """
+    while _CARRIERS:
+        _CARRIERS.popitem()[1].close()
 
 
 class save_on:
