@@ -2,7 +2,7 @@
 
 Operators and samples come from PyTorch's own database. Without options a slice is run:
 every `STRIDE`-th operator and the ones of `CHOSEN`, a few samples each. All operators, with up to
-`MOST_SAMPLES` each (half an hour on two cores)::
+`MOST_SAMPLES` each (twenty minutes on two cores)::
 
     pytest tests/conformance/test_operators.py --all-operators
 """

@@ -19,8 +19,8 @@ from belady.errors import SpillError, TierFullError
 from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
 
-# Makes the content of a tensor, to be managed from byte ``start`` to ``stop``; None keeps it.
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# Makes the content of a tensor, to be managed from byte ``start`` to ``stop``; None keeps it.
 Maker = Callable[[torch.Tensor, int, int], "Moved | Packed | None"]
 
 
