@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write and read them: one parser, one formatter each."""
+"""Bytes, seconds and names as people write and read them: one parser, one formatter each."""
 
 from __future__ import annotations
 
@@ -101,6 +101,17 @@ def format_seconds(seconds: float) -> str:
         if abs(scaled) >= 1 or scaled == 0:
             return f"{_three_digits(scaled)} {unit}"
     return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def printable(text: str) -> str:
+    r"""Escape what is not printable: control characters, bidirectional marks, surrogates.
+
+    Examples
+    --------
+    >>> printable("conv\x1b[2J")
+    'conv\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _three_digits(number: float) -> str:

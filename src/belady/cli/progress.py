@@ -12,8 +12,8 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from belady.cli.options import NO_LIMIT
-from belady.cli.show import note, printable
-from belady.units import format_bytes, format_seconds
+from belady.cli.show import note
+from belady.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:
     from belady.virtual import IterationStats

@@ -10,17 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from belady.ir.files import dumps
-
-
-def printable(text: str) -> str:
-    r"""Escape what is not printable: control characters, bidirectional marks, surrogates.
-
-    Examples
-    --------
-    >>> printable("conv\x1b[2J")
-    'conv\\x1b[2J'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+from belady.units import printable
 
 
 def note(text: str) -> None:

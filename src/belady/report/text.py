@@ -11,7 +11,7 @@ from belady.ir.residency import intervals
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Phase, StorageKind, Tier, Trace
-from belady.units import format_bytes, format_seconds
+from belady.units import format_bytes, format_seconds, printable
 
 _ROWS = 12
 _LEVELS = ("time and peaks", "time, peaks, bytes and stalls", "every event")
@@ -45,17 +45,6 @@ def describe(run: Run) -> str:
     )
     sections = ["\n".join(printable(line) for line in part) for part in map(list, parts) if part]
     return "\n\n".join(sections) + "\n"
-
-
-def printable(text: str) -> str:
-    r"""Escape what is not printable: control characters, bidirectional marks, surrogates.
-
-    Examples
-    --------
-    >>> printable("conv\x1b[2J")
-    'conv\\x1b[2J'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _answer(run: Run) -> Iterator[str]:
