@@ -17,7 +17,7 @@ from belady.ir.plan import (
     Workspace,
 )
 from belady.ir.run import Run
-from belady.ir.timeline import Cause, Lane, Measured, Moved, Span, Stall, TierPeak, Timeline
+from belady.ir.timeline import Cause, Held, Lane, Measured, Moved, Span, Stall, TierPeak, Timeline
 from belady.ir.trace import (
     Algorithm,
     Mode,
@@ -44,6 +44,7 @@ __all__ = [
     "Decision",
     "Encode",
     "HardwareProfile",
+    "Held",
     "Keep",
     "Lane",
     "Link",

@@ -68,6 +68,15 @@ class Moved:
     copies: int
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Device bytes allocated when the host came to ``boundary``, ``seconds`` after it began."""
+
+    boundary: int
+    seconds: float
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A predicted iteration.
@@ -111,7 +120,8 @@ class Measured:
     Attributes
     ----------
     level
-        0: time and peaks alone (free); 1: bytes and stalls too; 2: every event.
+        0: time and peaks alone (free); 1: bytes and stalls too; 2: every event of one more
+        iteration, in ``spans``, ``stalls`` and ``held``.
     iterations
         Durations in seconds, one each; ``seconds`` is their median.
     peaks
@@ -122,6 +132,9 @@ class Measured:
         Times that the allocator had to flush its cache to go on.
     defaults
         Saves that did not match the plan and got the safe default, by reason.
+    spans, stalls, held
+        Copies on every lane, waits of compute, and device bytes at each anchor, of the recorded
+        iteration (level 2), whose seconds start at its beginning on the device.
     """
 
     level: int
@@ -134,6 +147,8 @@ class Measured:
     allocation_retries: int = 0
     defaults: tuple[tuple[str, int], ...] = ()
     spans: tuple[Span, ...] = ()
+    stalls: tuple[Stall, ...] = ()
+    held: tuple[Held, ...] = ()
     version: int = field(default=1, metadata={"const": 1})
 
     def peak(self, tier: Tier) -> int:
