@@ -229,4 +229,6 @@ class VirtualMemory:
         self._undo.callback(carrier.close)
         self._undo.callback(enforce(device, self._budget.device_bytes))
         policy = self._limits.policy_for(self._budget)
-        return Conductor(policy, hardware, carrier, self._tracker.roots)
+        conductor = Conductor(policy, hardware, carrier, self._tracker.roots)
+        self._undo.callback(conductor.close)
+        return conductor

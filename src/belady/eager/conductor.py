@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from belady.eager.content import Moved
+from belady.eager.gradients import Gradients
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, walk
@@ -24,6 +25,7 @@ from belady.ir.trace import Tier, Trace
 from belady.measure.clock import NoClock, clock_for
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
+from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
 from belady.planners.moves import MIN_BYTES
 from belady.simulate import simulate
@@ -69,6 +71,13 @@ class Conductor:
             leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
         )
         self._latest: Kind | None = None
+        self._apart = Apart(carrier.device)
+        self._gradients = Gradients(self._apart.copy, policy.budget.device_bytes)
+
+    def close(self) -> None:
+        """Leave gradients where they are from now on."""
+        self._gradients.close()
+        self._apart.close()
 
     def start(self, key: Key, module: torch.nn.Module, call: tuple[Any, Any]) -> Iteration:
         """Begin an iteration whose first pass is of kind ``key``: ``module`` called with ``call``.
@@ -88,6 +97,11 @@ class Conductor:
             # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
             self._persistent.clear()
             self._persistent.update(_addresses(self._modules))
+            if self.carrier.device.type == "cuda":
+                self._gradients.attach(self._modules)
+        else:
+            self._gradients.rest()
+            self._apart.close()
         observation = self._observation(kind)
         if kind.engine is not None:
             kind.engine.on_bring = None if observation is None else _telling(observation)

@@ -1,0 +1,34 @@
+"""Device memory apart from what everything else is cut from."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Apart:
+    """A pool of torch's allocator that holds only the copies made here.
+
+    Its bytes count in what torch reserves on the device. What still lives in it when it is closed
+    goes on living and is given back when it dies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: torch.cuda.MemPool | None = None
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A copy with the same strides, in stream order; None when there is no room for it."""
+        if tensor.device != self._device or torch.cuda.is_current_stream_capturing():
+            return None
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                return tensor.clone(memory_format=torch.preserve_format)
+        except torch.OutOfMemoryError:
+            # A private pool cannot make the allocator flush its cache; where it is, it fits.
+            return None
+
+    def close(self) -> None:
+        """Let go of the pool."""
+        self._pool = None
