@@ -1,41 +1,31 @@
-"""Writes the figures of README.md from the results: ``python -m benchmarks.tables [--check]``.
+"""Verb ``tables``: writes the figures of README.md from the committed records.
 
-``benchmarks/results/*.jsonl`` hold one record a line as `benchmarks.case` prints them. The text
-between the markers in README.md is generated; ``--check`` fails when it differs.
+The text between the markers is generated; ``--check`` fails when it differs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+from benchmarks.cases import Record
+from benchmarks.records import committed
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
-Record = dict[str, Any]
 
-
-def main() -> None:
-    """Write or check the section."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    arguments = parser.parse_args()
+def write(check: bool) -> int:
+    """Write or check the section; gives an exit status."""
     path = ROOT / "README.md"
-    text = path.read_text()
-    wanted = with_figures(text, figures(records()))
-    if arguments.check:
-        sys.exit("README.md differs from benchmarks/results" if wanted != text else 0)
-    path.write_text(wanted)
-
-
-def records() -> list[Record]:
-    """All committed records, in order of file and line."""
-    files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    text = path.read_text("utf-8")
+    wanted = with_figures(text, figures(committed()))
+    if check:
+        if wanted != text:
+            print("README.md differs from benchmarks/results: run `python -m benchmarks tables`")
+        return int(wanted != text)
+    path.write_text(wanted, "utf-8")
+    return 0
 
 
 def with_figures(text: str, section: str) -> str:
@@ -96,7 +86,3 @@ def _ms(seconds: float | None) -> str:
 
 def _gib(count: int | None) -> str:
     return "" if count is None else f"{count / 2**30:.2f}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,95 @@
+"""A case: everything that defines one measurement. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+Record = dict[str, Any]
+
+OURS = "belady:"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload under one method.
+
+    Attributes
+    ----------
+    method
+        A peer's name, or ``belady:POLICY``.
+    budget
+        ``none``; bytes such as ``4GiB``; ``50%`` of plain's peak of allocated bytes; ``own``, the
+        smallest budget that a policy of ours states; or ``smallest``, the smallest cap that the
+        method passes.
+    sizes
+        What differs from the workload's own sizes, such as ``(("batch", 64),)``.
+    equal_steps
+        Steps after which losses and all gradients and parameters are compared with plain's, in a
+        phase of its own; 0 leaves it out.
+    round
+        Number of the repetition; rounds are interleaved.
+    shared
+        Whether other cases of the workload run in the same process.
+    group
+        Name of the suite.
+    """
+
+    workload: str
+    method: str
+    budget: str = "none"
+    precision: str = "tf32"
+    channels_last: bool = False
+    cudnn_benchmark: bool = True
+    device: str = "cuda"
+    toy: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
+    repeats: int = 10
+    equal_steps: int = 0
+    seed: int = 0
+    round: int = 0
+    shared: bool = False
+    group: str = ""
+
+    @property
+    def key(self) -> str:
+        """Name of the case; two cases with one key measure the same."""
+        return json.dumps(self.as_json(), sort_keys=True)
+
+    @property
+    def together(self) -> str:
+        """Cases with one such name, next to one another, may share a process."""
+        same = replace(self, method="", budget="", equal_steps=0)
+        return same.key
+
+    @property
+    def reference(self) -> str:
+        """Name of what plain must give for this case's losses and gradients to be equal."""
+        return replace(
+            self, method="plain", budget="none", repeats=0, round=0, shared=False, group=""
+        ).key
+
+    def as_json(self) -> Record:
+        """What `from_json` reads."""
+        return asdict(self) | {"sizes": dict(self.sizes)}
+
+
+def from_json(given: Mapping[str, Any]) -> Case:
+    """The case that `Case.as_json` wrote, perhaps among other entries."""
+    names = {field.name for field in fields(Case)}
+    known = {name: value for name, value in given.items() if name in names}
+    return Case(**{**known, "sizes": tuple(sorted(known.get("sizes", {}).items()))})
+
+
+def key_of(record: Record) -> str | None:
+    """Key of the case that a record is about; None for records of before there were keys."""
+    return from_json(record).key if "equal_steps" in record else None
+
+
+def label(case: Case) -> str:
+    """The case in a few words."""
+    sizes = "".join(f" {name}={value}" for name, value in case.sizes)
+    layout = " channels_last" if case.channels_last else ""
+    return f"{case.workload}{sizes} {case.precision}{layout} {case.method} {case.budget}"

@@ -1,0 +1,142 @@
+"""Times, peaks and equality of a session."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+import belady
+from benchmarks.cases import Record
+from benchmarks.live import LiveBytes
+from benchmarks.methods import Session
+
+
+def timed(session: Session, repeats: int) -> Record:
+    """Times of single iterations, each waited for, and of as many in a row; peaks meanwhile."""
+    cuda = session.work.setting.device == "cuda"
+    before = _reset() if cuda else 0
+    losses, seconds = [], []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        losses += session.iterate(1)
+        seconds.append(time.perf_counter() - begun)
+    begun = time.perf_counter()
+    losses += session.iterate(repeats)
+    record: Record = {
+        "seconds": seconds,
+        "median_seconds": statistics.median(seconds),
+        "pipelined_seconds": (time.perf_counter() - begun) / repeats,
+        "losses": losses,
+    }
+    return record | (_of_allocator(before) if cuda else _counted(session))
+
+
+def settled_peak(session: Session, iterations: int) -> Record:
+    """Peaks and retries of a few iterations: all that a trial of a cap asks for."""
+    if session.work.setting.device != "cuda":
+        return _counted(session)
+    before = _reset()
+    session.iterate(iterations)
+    return _of_allocator(before)
+
+
+def _reset() -> int:
+    """Start the allocator's peaks anew; gives its count of retries so far."""
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_host_memory_stats()
+    return int(torch.cuda.memory_stats()["num_alloc_retries"])
+
+
+def _of_allocator(retries_before: int) -> Record:
+    stats, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+    used, source = _device_bytes()
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "allocation_retries": stats["num_alloc_retries"] - retries_before,
+        "device_used_bytes": used,
+        "device_used_source": source,
+        "torch_pinned_bytes": host.get("allocated_bytes.peak", 0),
+    }
+
+
+def _device_bytes() -> tuple[int, str]:
+    """Bytes in use on the device by all programs, context and libraries included."""
+    with suppress(Exception):
+        import pynvml
+
+        pynvml.nvmlInit()
+        name = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used), "nvml"
+    free, total = torch.cuda.mem_get_info()
+    return total - free, "cudaMemGetInfo"
+
+
+def _counted(session: Session) -> Record:
+    """One more iteration, counted op by op."""
+    with LiveBytes(session.work.persistent_tensors()) as live:
+        session.iterate(1)
+    return {"peak_allocated_bytes": live.peak_bytes, "peak_source": "live storages, op by op"}
+
+
+def digest(session: Session, steps: int) -> str:
+    """Name of the losses of ``steps`` iterations, and of all gradients and parameters then."""
+    total = hashlib.sha256()
+    with _deterministic():
+        torch.manual_seed(1)
+        for step in range(1, steps + 1):
+            loss = session.backward()
+            _update(total, loss)
+            session.work.optimizer.step()
+            if step == steps:
+                for parameter in session.work.model.parameters():
+                    _update(total, parameter)
+                    if parameter.grad is not None:
+                        _update(total, parameter.grad)
+            session.work.optimizer.zero_grad()
+    return total.hexdigest()
+
+
+def _update(total: Any, tensor: torch.Tensor) -> None:
+    flat = tensor.detach().contiguous().reshape(-1)
+    total.update(flat.view(torch.uint8).cpu().numpy())
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """The same kernels every time, as far as torch has them."""
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def versions(device: str) -> Record:
+    """Software and hardware."""
+    return {
+        "belady": belady.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+    }
+
+
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()

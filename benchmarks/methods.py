@@ -1,0 +1,207 @@
+"""A workload in the hands of a method: a peer's under torch's own cap, or ours under a budget."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+import belady
+from belady.ir.plan import Budget
+from belady.ir.trace import Tier
+from belady.planners import plan, smallest_budget
+from benchmarks.cases import OURS, Record
+from benchmarks.peers import PEERS, Applied
+from benchmarks.workloads import Workload
+
+# Iterations before timing starts: of peers, and at most of ours (observed, verified and possibly
+# planned again).
+WARM_UP, WARM_UP_MOST = 5, 24
+_UNLIMITED = "1TiB"
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+OutOfMemory = (torch.OutOfMemoryError, belady.OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A workload that a method has in hand.
+
+    Attributes
+    ----------
+    settled
+        Whether, after so many iterations, the next ones are like it.
+    extras
+        What the method itself knows of the iterations, once they are over.
+    """
+
+    work: Workload
+    applied: Applied
+    settled: Callable[[int], bool]
+    extras: Callable[[], Record]
+
+    def iterate(self, count: int) -> list[float]:
+        """Run iterations and wait for the device once, at the end."""
+        losses = [self._step().detach() for _ in range(count)]
+        return [loss.item() for loss in losses]
+
+    def warm_up(self) -> Record:
+        """Iterate until it is settled; gives how long that took."""
+        begun = time.perf_counter()
+        self.iterate(1)
+        record: Record = {"first_iteration_seconds": time.perf_counter() - begun}
+        count = 1
+        while not self.settled(count):
+            self.iterate(1)
+            count += 1
+        return record | {"warm_up": count, "warm_up_seconds": time.perf_counter() - begun}
+
+    def backward(self) -> torch.Tensor:
+        """Forward, loss and backward of one batch; gives the loss."""
+        arguments, loss_of = next(self.work.batches)
+        around = self.applied.around()
+        with around if self.applied.backward_inside else nullcontext():
+            with (
+                self.work.setting.autocast(),
+                nullcontext() if self.applied.backward_inside else around,
+            ):
+                loss = loss_of(self.applied.model(*arguments))
+            loss.backward()
+        return loss
+
+    def _step(self) -> torch.Tensor:
+        loss = self.backward()
+        self.work.optimizer.step()
+        self.work.optimizer.zero_grad()
+        return loss
+
+
+@contextmanager
+def session(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
+    """Put ``work`` into the hands of ``method``, which may hold ``cap`` bytes."""
+    opened = _ours(work, method, cap) if method.startswith(OURS) else _peer(work, method, cap)
+    with opened as it:
+        yield it
+
+
+def available(work: Workload, method: str) -> str | None:
+    """Why ``method`` cannot run ``work`` on this machine."""
+    return None if method.startswith(OURS) else PEERS[method].available(work)
+
+
+def own_budget(work: Workload, method: str) -> int:
+    """Smallest budget that a policy of ours states, by the trace of a run without a cap."""
+    if not method.startswith(OURS):
+        raise ValueError(f"{method} states no budget of its own")
+    with belady.virtualize(work.model, _UNLIMITED, policy="floor") as vm:
+        _plain(work).iterate(3)
+        run = vm.run()
+    if run is None:
+        raise RuntimeError("no plan after three iterations")
+    policy = method.removeprefix(OURS)
+    return smallest_budget(policy, run.trace, run.hardware, Budget(2**62))
+
+
+def tidy(work: Workload | None, error: BaseException | None = None) -> None:
+    """Let go of what an iteration left behind, also of what the frames of an error hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    if work is not None:
+        work.optimizer.zero_grad()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def _plain(work: Workload) -> Session:
+    return Session(work, Applied(work.model), lambda count: count >= WARM_UP, dict)
+
+
+@contextmanager
+def _peer(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
+    with _capped(work.setting.device, cap), PEERS[method].applied(work) as applied:
+        yield Session(work, applied, lambda count: count >= WARM_UP, dict)
+
+
+@contextmanager
+def _capped(device: str, cap: int | None) -> Iterator[None]:
+    """Torch's own cap, with the allocator set as belady sets it under a budget."""
+    if cap is None or device != "cuda":
+        yield
+        return
+    configured = any(os.environ.get(name) for name in _VARIABLES)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    try:
+        if not configured:
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        if not configured:
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+@contextmanager
+def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
+    policy = method.removeprefix(OURS)
+    phases: list[str] = []
+
+    def settled(count: int) -> bool:
+        # Listeners are told one iteration late.
+        return count >= WARM_UP_MOST or phases[-1:] == ["steady"]
+
+    with belady.virtualize(work.model, _UNLIMITED if cap is None else cap, policy=policy) as vm:
+        vm.listeners.append(lambda stats: phases.append(stats.phase))
+        yield Session(work, Applied(work.model), settled, lambda: _of_run(vm, policy))
+
+
+def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
+    """What the Run knows: plan, prediction, verified measurement."""
+    run = vm.run()
+    if run is None:
+        return {}
+    begun = time.perf_counter()
+    plan(policy, run.trace, run.hardware, Budget(2**62))
+    planning = time.perf_counter() - begun
+    record: Record = {
+        "planner": run.plan.planner,
+        "planning_seconds": planning,
+        "moved_values": len(run.plan.decisions),
+        "predicted_peak_bytes": run.plan.predicted_peak_bytes,
+        "predicted_seconds": run.predicted.seconds,
+        "predicted_stall_seconds": run.predicted.stall_seconds,
+        "kernel_seconds": run.predicted.compute_seconds,
+        "host_seconds": sum(op.host_seconds for op in run.trace.ops),
+        "workspace_bytes": max((op.workspace_bytes for op in run.trace.ops), default=0),
+        "ops": len(run.trace.ops),
+        "margin": [run.hardware.allocator.margin_fraction, run.hardware.allocator.margin_bytes],
+        "links": [
+            [link.source, link.target, link.bytes_per_s, link.duplex_bytes_per_s]
+            for link in run.hardware.links
+        ],
+        "largest_bytes": max((s.nbytes for s in run.trace.storages), default=0),
+        "notes": list(run.notes),
+    }
+    measured = run.measured
+    if measured is not None:
+        record |= {
+            "verified_peak_bytes": measured.peak(Tier.DEVICE),
+            "verified_reserved_bytes": measured.reserved_bytes,
+            "verified_seconds": list(measured.iterations),
+            "host_bytes": measured.peak(Tier.HOST),
+            "disk_bytes": measured.peak(Tier.DISK),
+            "stall_seconds": measured.stall_seconds,
+            "moved": [[m.lane, m.nbytes, m.copies] for m in measured.moved],
+            "defaults": list(measured.defaults),
+        }
+    return record

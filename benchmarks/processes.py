@@ -1,0 +1,77 @@
+"""Cases in processes of their own, and what becomes of a process that does not answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from benchmarks.cases import Case, Record
+
+_ROOT = Path(__file__).parents[1]
+_ERROR_END = 2000
+
+
+def grouped(cases: Iterable[Case]) -> Iterator[list[Case]]:
+    """Cases by process: neighbours that may share one, every other alone."""
+    for _, group in itertools.groupby(cases, key=lambda case: case.shared and case.together):
+        found = list(group)
+        yield from [found] if found[0].shared else [[case] for case in found]
+
+
+def measure(
+    cases: list[Case],
+    references: Mapping[str, Record],
+    seconds: float,
+    keep: Callable[[Record], None],
+) -> tuple[list[Case], str | None]:
+    """Measure the cases in one process that may take so long; each record is kept at once.
+
+    Returns
+    -------
+    tuple
+        The cases without a record, and how the process ended if there are any.
+    """
+    todo = list(cases)
+    request = {"cases": [case.as_json() for case in cases], "references": dict(references)}
+    with TemporaryFile("w+") as given, TemporaryFile("w+") as errors:
+        given.write(json.dumps(request))
+        given.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.child"],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=_ROOT,
+            env=_environment(),
+        )
+        killer = threading.Timer(seconds, child.kill)
+        killer.start()
+        try:
+            for line in child.stdout or ():
+                if line.startswith('{"workload"'):
+                    keep(json.loads(line))
+                    todo.pop(0)
+        finally:
+            killer.cancel()
+            child.kill()
+            status = child.wait()
+        errors.seek(0)
+        end = errors.read()[-_ERROR_END:]
+    return todo, f"the process ended with {status}: {end}" if todo else None
+
+
+def _environment() -> dict[str, str]:
+    """The caller's, with the package's source and what deterministic algorithms ask for.
+
+    That setting of cuBLAS is what it takes by default on Hopper.
+    """
+    path = os.pathsep.join(filter(None, [str(_ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "PYTHONPATH": path}

@@ -1,0 +1,176 @@
+"""Verb ``run``: cases in processes of their own, one JSON line each, as soon as it is there."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import records
+from benchmarks.cases import Case, Record, label
+from benchmarks.processes import grouped, measure
+from benchmarks.suites import SUITES
+
+_CASE_SECONDS = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("out", type=Path, help="JSON lines; cases that it holds are skipped")
+    parser.add_argument("--suite", action="append", choices=sorted(SUITES), default=[])
+    parser.add_argument("--workload", action="append", help="or, with a suite, only these")
+    parser.add_argument("--method", action="append", help="a peer, or belady:POLICY")
+    parser.add_argument("--budget", action="append", help="none, 4GiB, 50%%, own or smallest")
+    parser.add_argument("--precision", action="append", choices=("fp32", "tf32", "bf16"))
+    parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--no-cudnn-benchmark", action="store_true")
+    parser.add_argument("--equal-steps", type=int, help="steps before results are compared")
+    add_how(parser)
+
+
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """Options that say how, not what."""
+    parser.add_argument("--device", help="cuda unless --toy")
+    parser.add_argument("--toy", action="store_true", help="networks small enough for a CPU")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=1, help="of all cases, interleaved")
+    parser.add_argument("--share-process", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=540.0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the cases that the arguments name."""
+    return execute(how(chosen(arguments), arguments), arguments.out, arguments.limit_s)
+
+
+def chosen(arguments: argparse.Namespace) -> list[Case]:
+    """The cases of the suites, narrowed by the other options; or those that the options name."""
+    if arguments.suite:
+        found = [
+            replace(case, group=suite) for suite in arguments.suite for case in SUITES[suite]()
+        ]
+        for name in ("workload", "method", "budget", "precision"):
+            wanted = getattr(arguments, name)
+            found = [case for case in found if not wanted or getattr(case, name) in wanted]
+    else:
+        axes = (
+            arguments.workload or ["resnet50"],
+            arguments.precision or ["tf32"],
+            arguments.method or ["plain"],
+            arguments.budget or ["none"],
+        )
+        found = [
+            Case(workload, method, budget, precision)
+            for workload, precision, method, budget in itertools.product(*axes)
+        ]
+    changes: dict[str, Any] = {}
+    if arguments.size:
+        pairs = (size.split("=", 1) for size in arguments.size)
+        changes["sizes"] = tuple(sorted((name, int(number)) for name, number in pairs))
+    if arguments.channels_last:
+        changes["channels_last"] = True
+    if arguments.no_cudnn_benchmark:
+        changes["cudnn_benchmark"] = False
+    if arguments.equal_steps is not None:
+        changes["equal_steps"] = arguments.equal_steps
+    return [replace(case, **changes) for case in found]
+
+
+def how(cases: Iterable[Case], arguments: argparse.Namespace) -> list[Case]:
+    """The cases in rounds, with what the options say of device and repeats."""
+    changes: dict[str, Any] = {"repeats": arguments.repeats}
+    if arguments.toy:
+        changes |= {"toy": True, "device": "cpu"}
+    if arguments.device:
+        changes["device"] = arguments.device
+    if arguments.share_process:
+        changes["shared"] = True
+    return in_rounds([replace(case, **changes) for case in cases], arguments.rounds)
+
+
+def in_rounds(cases: Sequence[Case], rounds: int) -> list[Case]:
+    """All cases, then all again: what is listed twice or run in rounds is told apart."""
+    seen: Counter[Case] = Counter()
+    found = []
+    for case in [case for _ in range(rounds) for case in cases]:
+        found.append(replace(case, round=seen[case]))
+        seen[case] += 1
+    return found
+
+
+def execute(cases: Sequence[Case], out: Path, limit_s: float) -> int:
+    """Measure what ``out`` does not hold yet, until the time is up. Gives an exit status."""
+    deadline = time.monotonic() + limit_s
+    # What crashed is not tried again unless its line is deleted.
+    done = {records.key_of(record) for record in records.read(out)}
+    todo = [case for case in cases if case.key not in done]
+    if len(todo) < len(cases):
+        print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {out}")
+    for group in grouped(todo):
+        remaining = group
+        while remaining:
+            known = records.read(out)
+            left = deadline - time.monotonic()
+            if left < _expected(remaining[0], known):
+                print(f"out of time before {label(remaining[0])}")
+                return 0
+            allowed = min(left, _CASE_SECONDS * len(remaining))
+            remaining, ended = measure(
+                remaining, records.references(known), allowed, lambda record: _keep(record, out)
+            )
+            if ended is not None and time.monotonic() < deadline:
+                failed = remaining.pop(0)
+                _keep(failed.as_json() | {"outcome": "crash", "error": ended}, out)
+    return 0
+
+
+def _expected(case: Case, known: Iterable[Record]) -> float:
+    """Seconds that the case took before, or else the longest of its workload, or of any."""
+    longest: dict[tuple[str, ...], float] = {}
+    for record in known:
+        seconds = record.get("wall_seconds", 0.0)
+        for name in _names(record["workload"], record["method"], record.get("budget", "")):
+            longest[name] = max(longest.get(name, 0.0), seconds)
+    names = _names(case.workload, case.method, case.budget)
+    return next((longest[name] for name in names if name in longest), 0.0)
+
+
+def _names(workload: str, method: str, budget: str) -> tuple[tuple[str, ...], ...]:
+    return (workload, method, budget), (workload,), ()
+
+
+def _keep(record: Record, out: Path) -> None:
+    records.append(out, record)
+    print(line(record), flush=True)
+
+
+def line(record: Record) -> str:
+    """A record in one line, for whoever looks on."""
+
+    def number(name: str, unit: float, digits: int) -> str:
+        value = record.get(name)
+        return f"{value / unit:.{digits}f}" if isinstance(value, (int, float)) else "-"
+
+    def ms(name: str) -> str:
+        return number(name, 1e-3, 1)
+
+    def gib(name: str) -> str:
+        return number(name, 2**30, 3)
+
+    words = [str(record.get(k)) for k in ("workload", "method", "budget", "precision", "outcome")]
+    return (
+        f"{' '.join(words)}: {ms('median_seconds')} ms ({ms('pipelined_seconds')}), predicted "
+        f"{ms('predicted_seconds')}, kernels {ms('kernel_seconds')}, host {ms('host_seconds')}; "
+        f"peak {gib('peak_allocated_bytes')} predicted {gib('predicted_peak_bytes')} GiB, reserved "
+        f"{gib('peak_reserved_bytes')} of {gib('budget_bytes')}, retries "
+        f"{record.get('allocation_retries')}, {record.get('planner')} moves "
+        f"{record.get('moved_values')}, stall {ms('stall_seconds')} predicted "
+        f"{ms('predicted_stall_seconds')}, warm-up {record.get('warm_up')}, equal "
+        f"{record.get('equal')}, {number('wall_seconds', 1, 1)} s {record.get('error', '')}"
+    )

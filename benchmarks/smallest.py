@@ -1,0 +1,81 @@
+"""The smallest cap that a method passes, by bisection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+TOLERANCE = 0.02
+# How often a cap that should have passed is enlarged by half before giving up.
+_GROWTHS = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One cap that was tried, and why it failed."""
+
+    cap_bytes: int
+    failed: str | None
+
+
+@dataclass
+class Search:
+    """What is known of the caps that a method passes.
+
+    Attributes
+    ----------
+    low, high
+        The largest cap known to fail and the smallest known to pass (0: none yet).
+    """
+
+    attempt: Callable[[int], str | None]
+    low: int
+    high: int = 0
+    trials: list[Trial] = field(default_factory=list)
+
+    def passes(self, cap: int) -> bool:
+        """Try a cap, unless the answer is known already."""
+        if cap <= self.low:
+            return False
+        if self.high and cap >= self.high:
+            return True
+        failed = self.attempt(cap)
+        self.trials.append(Trial(cap, failed))
+        if failed is None:
+            self.high = cap
+        else:
+            self.low = cap
+        return failed is None
+
+
+def smallest_cap(
+    attempt: Callable[[int], str | None], low: int, high: int, guesses: Iterable[int] = ()
+) -> Search:
+    """Bisect to within `TOLERANCE`.
+
+    Parameters
+    ----------
+    attempt
+        Tries a cap; gives why it fails, or None.
+    low
+        A cap known to fail: what the workload holds between iterations.
+    high
+        A cap expected to pass. Where it does not, larger ones are tried.
+    guesses
+        Caps near which the answer probably lies, tried first.
+
+    Returns
+    -------
+    Search
+        Its ``high`` is the smallest cap that passed; 0 if none did.
+    """
+    search = Search(attempt, low)
+    for guess in guesses:
+        search.passes(guess)
+    for _ in range(_GROWTHS):
+        if search.high or search.passes(high):
+            break
+        high = high * 3 // 2
+    while search.high and search.high - search.low > TOLERANCE * search.high:
+        search.passes((search.low + search.high) // 2)
+    return search

@@ -1,0 +1,154 @@
+"""Networks that are no chains: residual, inception-like, recurrent."""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.workloads.base import Setting, Workload, image_workload, sgd
+
+# Bottlenecks in each stage. Deeper than 152: more of them in the third, where most are anyway; the
+# Layrub paper does not say where its ResNet-1517 has them.
+_RESNET_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+def resnet(setting: Setting, batch: int = 256, depth: int = 50) -> Workload:
+    """ResNet with bottlenecks; ``depth`` is 50, 101, 152 or any 3 n + 2 beyond."""
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    stages = _RESNET_STAGES.get(depth) or (3, 8, (depth - 2) // 3 - 14, 3)
+    if 3 * sum(stages) + 2 != depth:
+        raise ValueError(f"there is no ResNet-{depth} of bottlenecks: depth is 3 n + 2")
+    model = ResNet(Bottleneck, list(stages))
+    blocks = tuple(
+        f"layer{stage}.{index}" for stage, count in enumerate(stages, 1) for index in range(count)
+    )
+    return image_workload(model, setting, (batch, 224), blocks)
+
+
+def googlenet(setting: Setting, batch: int = 512) -> Workload:
+    """GoogLeNet (with batch norm, as torchvision has it) without auxiliary classifiers."""
+    from torchvision.models import googlenet as build
+
+    model = build(weights=None, aux_logits=False, init_weights=False)
+    blocks = tuple(name for name, _ in model.named_children() if name.startswith("inception"))
+    return image_workload(model, setting, (batch, 224), blocks)
+
+
+class Residual(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.second(functional.relu(self.norm(self.first(x))))
+        return functional.relu(x + inner)
+
+
+def toy_residual(setting: Setting) -> Workload:
+    """Three residual blocks of eight channels."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        *(Residual(8) for _ in range(3)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 1000),
+    )
+    return image_workload(model, setting, (8, 32), ("1", "2", "3"))
+
+
+class Branches(nn.Module):
+    """Four ways through, joined by concatenation, and a fifth, by a sum."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        part = channels // 4
+        self.narrow = nn.Conv2d(channels, part, 1)
+        self.wide = nn.Sequential(
+            nn.Conv2d(channels, part, 1), nn.ReLU(), nn.Conv2d(part, part, 3, padding=1)
+        )
+        self.wider = nn.Sequential(
+            nn.Conv2d(channels, part, 1), nn.ReLU(), nn.Conv2d(part, part, 5, padding=2)
+        )
+        self.pooled = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(channels, part, 1))
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([self.narrow(x), self.wide(x), self.wider(x), self.pooled(x)], 1)
+        return functional.relu(self.norm(joined)) + x
+
+
+def dag(
+    setting: Setting, batch: int = 128, size: int = 224, channels: int = 128, depth: int = 12
+) -> Workload:
+    """An inception-like graph of forks and joins at an eighth of the image's resolution."""
+    model = nn.Sequential(
+        nn.Conv2d(3, channels, 7, stride=8, padding=3),
+        *(Branches(channels) for _ in range(depth)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, 1000),
+    )
+    blocks = tuple(str(index) for index in range(1, depth + 1))
+    return image_workload(model, setting, (batch, size), blocks)
+
+
+def toy_dag(setting: Setting) -> Workload:
+    """Three modules of branches."""
+    return dag(setting, batch=4, size=64, channels=8, depth=3)
+
+
+class Chunk(nn.Module):
+    """Some steps of a recurrent cell that others share."""
+
+    def __init__(self, cell: nn.LSTMCell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(
+        self, steps: torch.Tensor, hidden: torch.Tensor, carry: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for step in steps.unbind(0):
+            hidden, carry = self.cell(step, (hidden, carry))
+        return hidden, carry
+
+
+class Unrolled(nn.Module):
+    """One LSTM cell over a long sequence, step by step."""
+
+    def __init__(self, width: int, chunks: int) -> None:
+        super().__init__()
+        cell = nn.LSTMCell(width, width)
+        self.chunks = nn.ModuleList(Chunk(cell) for _ in range(chunks))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, sequence: torch.Tensor) -> torch.Tensor:
+        hidden = carry = torch.zeros_like(sequence[0])
+        for chunk, steps in zip(self.chunks, sequence.chunk(len(self.chunks)), strict=True):
+            hidden, carry = chunk(steps, hidden, carry)
+        return self.head(hidden)
+
+
+def lstm(setting: Setting, batch: int = 256, steps: int = 1000, width: int = 1024) -> Workload:
+    """An LSTM unrolled step by step; a block is a twentieth of the steps."""
+    chunks = 20
+    model = Unrolled(width, chunks)
+    sequence, target = torch.randn(steps, batch, width), torch.randn(batch, width)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output, target)
+
+    blocks = tuple(f"chunks.{index}" for index in range(chunks))
+    return Workload(model, sgd(model), repeat(((sequence,), loss)), setting, blocks)
+
+
+def toy_lstm(setting: Setting) -> Workload:
+    """Forty steps of sixteen units."""
+    return lstm(setting, batch=4, steps=40, width=16)
