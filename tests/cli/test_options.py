@@ -27,6 +27,7 @@ OPTIONS = {
         *("--exact", "--verify", "-m", "--module"),
     },
     "simulate": {"--hardware", "--json"},
+    "trace": {"-o", "--output", "--merge", "--merge-at"},
 }
 
 
@@ -74,6 +75,8 @@ def test_help_says_what_it_does(verb: str) -> None:
         ["doctor", "--device", "meta"],
         ["doctor", "--device", "cuda:99"],
         ["plan", "no-such-trace.json", "--budget", "8GiB"],
+        ["trace", "no-such-run.json", "-o", "timeline.json"],
+        ["trace", "no-such-run.json"],
     ],
 )
 def test_wrong_use_exits_with_2(arguments: list[str]) -> None:

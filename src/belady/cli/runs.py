@@ -1,0 +1,40 @@
+"""The run that a verb draws."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from belady.errors import DocumentError
+from belady.ir.files import load
+from belady.ir.run import Run
+
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="What `belady run --report` wrote.")
+]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector: what is read stays, and it would look at it again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def load_run(path: Path) -> Run:
+    """Read a run, and say where one comes from when the file holds something else."""
+    try:
+        return load(Run, path)
+    except DocumentError as error:
+        hint = "a run is what `belady run --report FILE` writes"
+        raise DocumentError(f"{path}: {error}; {hint}") from error

@@ -1,0 +1,47 @@
+"""``belady trace``: a run as a timeline for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from belady.cli.runs import RunArgument, load_run, uncollected
+from belady.cli.show import note
+
+
+def trace(
+    run: RunArgument,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Where the timeline goes (.json[.gz])."
+        ),
+    ],
+    merge: Annotated[
+        Path | None,
+        typer.Option("--merge", metavar="FILE", help="A trace of torch.profiler to draw beside."),
+    ] = None,
+    merge_at: Annotated[
+        int | None,
+        typer.Option(
+            "--merge-at",
+            metavar="STEP",
+            min=0,
+            help="The iteration begins with ProfilerStep#STEP of --merge; default: the first.",
+        ),
+    ] = None,
+) -> None:
+    """Write RUN as Chrome trace JSON, which ui.perfetto.dev opens: lanes, stalls, bytes held."""
+    from belady.report.chrome import chrome_trace
+    from belady.report.merge import read_profile
+    from belady.report.output import write_whole
+
+    if merge is None and merge_at is not None:
+        raise typer.BadParameter("--merge-at is a step of --merge, which is not given")
+    with uncollected():
+        document = load_run(run)
+        profile = None if merge is None else read_profile(merge)
+        write_whole(chrome_trace(document, profile, merge_at), output)
+    note(f"{output}: open it at https://ui.perfetto.dev")
