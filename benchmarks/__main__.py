@@ -6,24 +6,27 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import records, run, tables
+from benchmarks import frontier, records, run, tables
 
 
 def main() -> int:
     """Carry out the verb that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    run.add_arguments(verbs.add_parser("run", help=run.__doc__))
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for name, module in (("run", run), ("frontier", frontier), ("tables", tables)):
+        about = (module.__doc__ or "").split("\n", 1)[0]
+        verb = verbs.add_parser(name, help=about.split(": ", 1)[1], description=module.__doc__)
+        module.add_arguments(verb)
+        verb.set_defaults(carry_out=module.run)
     merge = verbs.add_parser("merge", help="put the records of several files into one")
     merge.add_argument("files", type=Path, nargs="+")
     merge.add_argument("-o", "--out", type=Path, required=True)
-    table = verbs.add_parser("tables", help=tables.__doc__)
-    table.add_argument("--check", action="store_true", help="fail where a page differs")
+    merge.set_defaults(carry_out=_merge)
     arguments = parser.parse_args()
-    if arguments.verb == "run":
-        return run.run(arguments)
-    if arguments.verb == "tables":
-        return tables.write(check=arguments.check)
+    return int(arguments.carry_out(arguments))
+
+
+def _merge(arguments: argparse.Namespace) -> int:
     records.write(arguments.out, records.merge(arguments.files))
     return 0
 

@@ -10,6 +10,10 @@ from typing import Any
 Record = dict[str, Any]
 
 OURS = "belady:"
+# Not a method: what no plan of belady's can beat, by `belady.simulate.bound`.
+BOUND = "bound"
+# Exit status of a process that lost its device: the cases left need a new one.
+LOST = 75
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Case:
     Attributes
     ----------
     method
-        A peer's name, or ``belady:POLICY``.
+        A peer's name, ``belady:POLICY``, or ``bound``: what no plan that keeps or moves can beat.
     budget
         ``none``; bytes such as ``4GiB``; ``50%`` of plain's peak of allocated bytes; ``own``, the
         smallest budget that a policy of ours states; or ``smallest``, the smallest cap that the

@@ -11,14 +11,19 @@ import json
 import sys
 import time
 import traceback
+from dataclasses import dataclass, field
 
 import torch
 
 import belady
+from belady.ir.plan import Budget
+from belady.ir.run import Run
+from belady.planners import smallest_budget
+from belady.simulate import bound
 from belady.units import parse_bytes
-from benchmarks.cases import OURS, Case, Record, from_json
+from benchmarks.cases import BOUND, LOST, OURS, Case, Record, from_json
 from benchmarks.measure import digest, settled_peak, timed, versions
-from benchmarks.methods import OutOfMemory, available, own_budget, session, tidy
+from benchmarks.methods import Opener, OutOfMemory, available, observed, opened, tidy
 from benchmarks.smallest import smallest_cap
 from benchmarks.workloads import WORKLOADS, Setting, Workload
 
@@ -31,46 +36,62 @@ class AbsentError(Exception):
     """The workload or the method is not there on this machine."""
 
 
+@dataclass
+class Known:
+    """What cases of one process learn from one another.
+
+    Attributes
+    ----------
+    references
+        Plain's losses and gradients, by `Case.reference`.
+    observed, plain_peaks
+        What a floor run showed, and plain's peak, by `Case.together`.
+    """
+
+    references: dict[str, Record]
+    observed: dict[str, Run] = field(default_factory=dict)
+    plain_peaks: dict[str, int] = field(default_factory=dict)
+
+
 def main() -> None:
     """Measure the cases that the input names."""
     given = json.load(sys.stdin)
-    references: dict[str, Record] = dict(given.get("references", {}))
+    known = Known(dict(given.get("references", {})))
     for entry in given["cases"]:
         case = from_json(entry)
         begun = time.perf_counter()
-        record = case.as_json() | versions(case.device) | _outcome(case, references)
+        record = case.as_json() | versions(case.device) | _outcome(case, known)
         record["wall_seconds"] = time.perf_counter() - begun
         print(json.dumps(record), flush=True)
+        if record["outcome"] == "crash" and "CUDA error" in record["error"]:
+            # The context is lost with it; the caller goes on in a new process.
+            sys.exit(LOST)
 
 
-def _outcome(case: Case, references: dict[str, Record]) -> Record:
+def _outcome(case: Case, known: Known) -> Record:
     """Whatever happens is a result."""
     try:
-        record = _Bench(case, references).run() | {"outcome": "ok"}
+        return _Bench(case, known).run() | {"outcome": "ok"}
     except AbsentError as error:
-        record = {"outcome": "absent", "error": str(error)}
+        return {"outcome": "absent", "error": str(error)}
     except OutOfMemory as error:
-        record = {"outcome": "out of memory", "error": str(error)[:300]}
         tidy(None, error)
+        return {"outcome": "out of memory", "error": str(error)[:300]}
     except belady.InfeasibleBudgetError as error:
-        record = {
-            "outcome": "infeasible",
-            "error": str(error)[:300],
-            "smallest_bytes": error.smallest_bytes,
-        }
         tidy(None, error)
+        smallest = error.smallest_bytes
+        return {"outcome": "infeasible", "error": str(error)[:300], "smallest_bytes": smallest}
     except Exception as error:
-        record = {"outcome": "crash", "error": traceback.format_exc()[-_ERROR_END:]}
         tidy(None, error)
-    return record
+        return {"outcome": "crash", "error": traceback.format_exc()[-_ERROR_END:]}
 
 
 class _Bench:
     """One case under way."""
 
-    def __init__(self, case: Case, references: dict[str, Record]) -> None:
+    def __init__(self, case: Case, known: Known) -> None:
         self.case = case
-        self._references = references
+        self._known = known
         self._setting = Setting(
             case.precision, case.channels_last, case.device, case.cudnn_benchmark
         )
@@ -79,15 +100,21 @@ class _Bench:
     def run(self) -> Record:
         """Measure time and peaks, then equality, each on a workload made anew."""
         work = self._make()
+        if self.case.method == BOUND:
+            return self._bound(work)
         absent = available(work, self.case.method)
         if absent is not None:
             raise AbsentError(absent)
-        cap, record = self._cap(work)
-        record |= self._measured(work, cap)
-        del work
+        with opened(work, self.case.method) as opener:
+            if self.case.budget == "smallest":
+                cap, record = self._smallest(work, opener)
+            else:
+                cap, record = self._cap(work), {}
+            record |= self._measured(work, opener, cap)
+        del work, opener
         if self.case.equal_steps:
             tidy(None)
-            record |= self._equality(record.get("budget_bytes"))
+            record |= self._equality(cap)
         return record
 
     def _make(self) -> Workload:
@@ -99,50 +126,81 @@ class _Bench:
         except ImportError as error:
             raise AbsentError(f"{case.workload}: {error}") from error
 
-    def _cap(self, work: Workload) -> tuple[int | None, Record]:
-        """Bytes of the case's budget, and how they were found."""
-        budget, method = self.case.budget, self.case.method
+    def _bound(self, work: Workload) -> Record:
+        """What no plan can beat within the budget: a figure of the simulator, nothing measured."""
+        run = self._observed(work)
+        cap = self._cap(work)
+        begun = time.perf_counter()
+        found = bound(run.trace, run.hardware, Budget(2**62 if cap is None else cap))
+        return {
+            "budget_bytes": cap,
+            "bound_seconds": found.seconds if found.feasible else None,
+            "bound_status": found.status,
+            "bound_needed_bytes": found.needed_bytes,
+            "planning_seconds": time.perf_counter() - begun,
+        }
+
+    def _observed(self, work: Workload) -> Run:
+        name = self.case.together
+        if name not in self._known.observed:
+            self._known.observed[name] = observed(work)
+            tidy(work)
+        return self._known.observed[name]
+
+    def _own(self, work: Workload) -> int:
+        """Smallest budget that a policy of ours states."""
+        if not self.case.method.startswith(OURS):
+            raise ValueError(f"{self.case.method} states no budget of its own")
+        run, policy = self._observed(work), self.case.method.removeprefix(OURS)
+        return smallest_budget(policy, run.trace, run.hardware, Budget(2**62))
+
+    def _cap(self, work: Workload) -> int | None:
+        """Bytes of the case's budget."""
+        budget = self.case.budget
         if budget == "none":
-            return None, {}
+            return None
         if budget == "own":
-            return own_budget(work, method), {}
-        if budget == "smallest":
-            return self._smallest(work)
+            return self._own(work)
         if budget.endswith("%"):
-            with session(work, "plain", None) as it:
+            return int(self._plain_peak(work) * float(budget[:-1]) / 100)
+        return parse_bytes(budget)
+
+    def _plain_peak(self, work: Workload) -> int:
+        name = self.case.together
+        if name not in self._known.plain_peaks:
+            with opened(work, "plain") as opener, opener(None) as it:
                 it.warm_up()
                 peak = int(settled_peak(it, _STEADY)["peak_allocated_bytes"])
+            self._known.plain_peaks[name] = peak
             tidy(work)
-            return int(peak * float(budget[:-1]) / 100), {"plain_peak_bytes": peak}
-        return parse_bytes(budget), {}
+        return self._known.plain_peaks[name]
 
-    def _smallest(self, work: Workload) -> tuple[int | None, Record]:
-        method = self.case.method
-        if method.startswith(OURS):
-            high = own_budget(work, method)
+    def _smallest(self, work: Workload, opener: Opener) -> tuple[int, Record]:
+        if self.case.method.startswith(OURS):
+            high = self._own(work)
             guesses = [high]
         else:
-            with session(work, method, None) as it:
+            with opener(None) as it:
                 it.warm_up()
                 free = settled_peak(it, _STEADY)
             peak = int(free["peak_allocated_bytes"])
             high = int(free.get("peak_reserved_bytes", peak))
             guesses = [int(peak * 1.02), int(peak * 0.98)]
         tidy(work)
-        low = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                   for t in work.persistent_tensors()}.values())  # fmt: skip
-        found = smallest_cap(lambda cap: _trial(work, method, cap), low, high, guesses)
-        record: Record = {"trials": [[t.cap_bytes, t.failed] for t in found.trials]}
+        held = [tensor.untyped_storage() for tensor in work.persistent_tensors()]
+        low = sum({storage._cdata: storage.nbytes() for storage in held}.values())
+        found = smallest_cap(lambda cap: _trial(work, opener, cap), low, high, guesses)
+        trials = [[trial.cap_bytes, trial.failed] for trial in found.trials]
         if not found.high:
-            raise torch.OutOfMemoryError(f"no cap passed: {record['trials']}")
-        return found.high, record
+            raise torch.OutOfMemoryError(f"no cap passed: {trials}")
+        return found.high, {"trials": trials}
 
-    def _measured(self, work: Workload, cap: int | None) -> Record:
+    def _measured(self, work: Workload, opener: Opener, cap: int | None) -> Record:
         """Time and peaks; a cap that was found by trials may grow by a few steps."""
         searched = self.case.budget == "smallest"
         for last in (False, False, True) if searched else (True,):
             try:
-                with session(work, self.case.method, cap) as it:
+                with opener(cap) as it:
                     record = it.warm_up() | timed(it, self.case.repeats)
                     record |= it.extras()
                 if last or _kept(record, cap):
@@ -158,10 +216,11 @@ class _Bench:
     def _equality(self, cap: int | None) -> Record:
         key = self.case.reference
         record: Record = {}
-        if key not in self._references:
+        references = self._known.references
+        if key not in references:
             first, second = (self._digest("plain", None) for _ in range(2))
-            self._references[key] = {"plain_digest": first, "plain_repeats": first == second}
-        plain = self._references[key]
+            references[key] = {"plain_digest": first, "plain_repeats": first == second}
+        plain = references[key]
         try:
             record["digest"] = self._digest_of_method(cap)
         except (*OutOfMemory, belady.InfeasibleBudgetError) as error:
@@ -184,7 +243,7 @@ class _Bench:
 
     def _digest(self, method: str, cap: int | None) -> str:
         work = self._make()
-        with session(work, method, cap) as it:
+        with opened(work, method) as opener, opener(cap) as it:
             made = digest(it, self.case.equal_steps)
         tidy(work)
         return made
@@ -197,10 +256,10 @@ def _kept(record: Record, cap: int | None) -> bool:
     return cap is None or record["peak_allocated_bytes"] <= cap
 
 
-def _trial(work: Workload, method: str, cap: int) -> str | None:
-    """Why ``method`` does not pass ``cap``, or None."""
+def _trial(work: Workload, opener: Opener, cap: int) -> str | None:
+    """Why the method does not pass ``cap``, or None."""
     try:
-        with session(work, method, cap) as it:
+        with opener(cap) as it:
             it.warm_up()
             record = settled_peak(it, _STEADY)
     except OutOfMemory as error:

@@ -7,15 +7,16 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 import belady
 from belady.ir.plan import Budget
+from belady.ir.run import Run
 from belady.ir.trace import Tier
-from belady.planners import plan, smallest_budget
+from belady.planners import plan
 from benchmarks.cases import OURS, Record
 from benchmarks.peers import PEERS, Applied
 from benchmarks.workloads import Workload
@@ -82,30 +83,41 @@ class Session:
         return loss
 
 
+# Opens a session in which the method may hold so many bytes; None is all there are.
+Opener = Callable[[int | None], AbstractContextManager[Session]]
+
+
 @contextmanager
-def session(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
-    """Put ``work`` into the hands of ``method``, which may hold ``cap`` bytes."""
-    opened = _ours(work, method, cap) if method.startswith(OURS) else _peer(work, method, cap)
-    with opened as it:
-        yield it
+def opened(work: Workload, method: str) -> Iterator[Opener]:
+    """Put ``work`` into the hands of ``method``; gives what opens a session under a cap.
+
+    A peer is applied once for all sessions, so that compiled code is compiled once; ours plans
+    anew in each.
+    """
+    if method.startswith(OURS):
+        yield lambda cap: _ours(work, method, cap)
+        return
+    with PEERS[method].applied(work) as applied:
+        yield lambda cap: _peer(work, applied, cap)
 
 
 def available(work: Workload, method: str) -> str | None:
     """Why ``method`` cannot run ``work`` on this machine."""
-    return None if method.startswith(OURS) else PEERS[method].available(work)
+    if method.startswith(OURS):
+        return None
+    if method not in PEERS:
+        raise ValueError(f"no method {method!r}: {OURS}POLICY, or one of {', '.join(PEERS)}")
+    return PEERS[method].available(work)
 
 
-def own_budget(work: Workload, method: str) -> int:
-    """Smallest budget that a policy of ours states, by the trace of a run without a cap."""
-    if not method.startswith(OURS):
-        raise ValueError(f"{method} states no budget of its own")
+def observed(work: Workload) -> Run:
+    """What belady knows of the workload after a run at the floor without a cap."""
     with belady.virtualize(work.model, _UNLIMITED, policy="floor") as vm:
         _plain(work).iterate(3)
         run = vm.run()
     if run is None:
         raise RuntimeError("no plan after three iterations")
-    policy = method.removeprefix(OURS)
-    return smallest_budget(policy, run.trace, run.hardware, Budget(2**62))
+    return run
 
 
 def tidy(work: Workload | None, error: BaseException | None = None) -> None:
@@ -126,8 +138,8 @@ def _plain(work: Workload) -> Session:
 
 
 @contextmanager
-def _peer(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
-    with _capped(work.setting.device, cap), PEERS[method].applied(work) as applied:
+def _peer(work: Workload, applied: Applied, cap: int | None) -> Iterator[Session]:
+    with _capped(work.setting.device, cap):
         yield Session(work, applied, lambda count: count >= WARM_UP, dict)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from benchmarks.cases import Case, Record
+from benchmarks.cases import LOST, Case, Record
 
 _ROOT = Path(__file__).parents[1]
 _ERROR_END = 2000
@@ -36,7 +36,7 @@ def measure(
     Returns
     -------
     tuple
-        The cases without a record, and how the process ended if there are any.
+        The cases without a record, and how the process ended if one of them ended it.
     """
     todo = list(cases)
     request = {"cases": [case.as_json() for case in cases], "references": dict(references)}
@@ -65,7 +65,8 @@ def measure(
             status = child.wait()
         errors.seek(0)
         end = errors.read()[-_ERROR_END:]
-    return todo, f"the process ended with {status}: {end}" if todo else None
+    ended = f"the process ended with {status}: {end}"
+    return todo, ended if todo and status != LOST else None
 
 
 def _environment() -> dict[str, str]:

@@ -71,8 +71,7 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
         ]
     changes: dict[str, Any] = {}
     if arguments.size:
-        pairs = (size.split("=", 1) for size in arguments.size)
-        changes["sizes"] = tuple(sorted((name, int(number)) for name, number in pairs))
+        changes["sizes"] = sizes_of(arguments)
     if arguments.channels_last:
         changes["channels_last"] = True
     if arguments.no_cudnn_benchmark:
@@ -80,6 +79,12 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
     if arguments.equal_steps is not None:
         changes["equal_steps"] = arguments.equal_steps
     return [replace(case, **changes) for case in found]
+
+
+def sizes_of(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
+    """What ``--size NAME=NUMBER`` says."""
+    pairs = (size.split("=", 1) for size in arguments.size)
+    return tuple(sorted((name, int(number)) for name, number in pairs))
 
 
 def how(cases: Iterable[Case], arguments: argparse.Namespace) -> list[Case]:

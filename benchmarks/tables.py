@@ -5,6 +5,7 @@ The text between the markers is generated; ``--check`` fails when it differs.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,12 +16,17 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
-def write(check: bool) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("--check", action="store_true", help="fail where a page differs")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Write or check the section; gives an exit status."""
     path = ROOT / "README.md"
     text = path.read_text("utf-8")
     wanted = with_figures(text, figures(committed()))
-    if check:
+    if arguments.check:
         if wanted != text:
             print("README.md differs from benchmarks/results: run `python -m benchmarks tables`")
         return int(wanted != text)

@@ -10,17 +10,15 @@ from benchmarks.workloads.graphs import (
     dag,
     googlenet,
     lstm,
-    resnet,
     toy_dag,
     toy_lstm,
-    toy_residual,
 )
+from benchmarks.workloads.residual import resnet, toy_resnet
 from benchmarks.workloads.transformers import gpt2, llama, toy_llama, toy_vit, vit
 
 __all__ = ["WORKLOADS", "Recipe", "Setting", "Workload"]
 
 WORKLOADS: Mapping[str, Recipe] = {
-    "toy": Recipe(lambda setting, **_: toy_residual(setting), toy_residual),
     "alexnet": Recipe(alexnet, toy_vgg),
     "overfeat": Recipe(overfeat, toy_vgg),
     "googlenet": Recipe(googlenet, toy_dag),
@@ -30,9 +28,9 @@ WORKLOADS: Mapping[str, Recipe] = {
     "vgg216": Recipe(vgg, toy_vgg, {"depth": 216, "batch": 32}),
     "vgg316": Recipe(vgg, toy_vgg, {"depth": 316, "batch": 32}),
     "vgg416": Recipe(vgg, toy_vgg, {"depth": 416, "batch": 32}),
-    "resnet50": Recipe(resnet, toy_residual),
-    "resnet152": Recipe(resnet, toy_residual, {"depth": 152, "batch": 128}),
-    "resnet1517": Recipe(resnet, toy_residual, {"depth": 1517, "batch": 32}),
+    "resnet50": Recipe(resnet, toy_resnet),
+    "resnet152": Recipe(resnet, toy_resnet, {"depth": 152, "batch": 128}),
+    "resnet1517": Recipe(resnet, toy_resnet, {"depth": 1517, "batch": 32}),
     "vit": Recipe(vit, toy_vit),
     "gpt2": Recipe(gpt2, toy_llama),
     "llama": Recipe(llama, toy_llama),

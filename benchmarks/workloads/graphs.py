@@ -1,4 +1,4 @@
-"""Networks that are no chains: residual, inception-like, recurrent."""
+"""Networks of many branches or many steps: GoogLeNet, an inception-like graph, an LSTM."""
 
 from __future__ import annotations
 
@@ -10,24 +10,6 @@ from torch.nn import functional
 
 from benchmarks.workloads.base import Setting, Workload, image_workload, sgd
 
-# Bottlenecks in each stage. Deeper than 152: more of them in the third, where most are anyway; the
-# Layrub paper does not say where its ResNet-1517 has them.
-_RESNET_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-
-
-def resnet(setting: Setting, batch: int = 256, depth: int = 50) -> Workload:
-    """ResNet with bottlenecks; ``depth`` is 50, 101, 152 or any 3 n + 2 beyond."""
-    from torchvision.models.resnet import Bottleneck, ResNet
-
-    stages = _RESNET_STAGES.get(depth) or (3, 8, (depth - 2) // 3 - 14, 3)
-    if 3 * sum(stages) + 2 != depth:
-        raise ValueError(f"there is no ResNet-{depth} of bottlenecks: depth is 3 n + 2")
-    model = ResNet(Bottleneck, list(stages))
-    blocks = tuple(
-        f"layer{stage}.{index}" for stage, count in enumerate(stages, 1) for index in range(count)
-    )
-    return image_workload(model, setting, (batch, 224), blocks)
-
 
 def googlenet(setting: Setting, batch: int = 512) -> Workload:
     """GoogLeNet (with batch norm, as torchvision has it) without auxiliary classifiers."""
@@ -36,32 +18,6 @@ def googlenet(setting: Setting, batch: int = 512) -> Workload:
     model = build(weights=None, aux_logits=False, init_weights=False)
     blocks = tuple(name for name, _ in model.named_children() if name.startswith("inception"))
     return image_workload(model, setting, (batch, 224), blocks)
-
-
-class Residual(nn.Module):
-    """Two convolutions and a way around them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1)
-        self.norm = nn.BatchNorm2d(channels)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.second(functional.relu(self.norm(self.first(x))))
-        return functional.relu(x + inner)
-
-
-def toy_residual(setting: Setting) -> Workload:
-    """Three residual blocks of eight channels."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        *(Residual(8) for _ in range(3)),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 1000),
-    )
-    return image_workload(model, setting, (8, 32), ("1", "2", "3"))
 
 
 class Branches(nn.Module):

@@ -1,0 +1,64 @@
+"""Verb ``frontier``: memory against time, of ours, of every peer, and of what no plan can beat.
+
+Ours at a ladder of budgets, in percent of plain's peak of allocated bytes, and at its smallest
+passing cap; each peer at its smallest passing cap; the bound at the same ladder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.cases import BOUND, OURS, Case
+from benchmarks.run import add_how, execute, how, sizes_of
+from benchmarks.suites import PEER_NAMES
+
+LADDER = (100, 80, 65, 50, 40, 30, 25, 20)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("out", type=Path, help="JSON lines; cases that it holds are skipped")
+    parser.add_argument("--workload", default="resnet50")
+    parser.add_argument("--precision", default="bf16", choices=("fp32", "tf32", "bf16"))
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
+    parser.add_argument("--policy", action="append", help="of ours; auto unless given")
+    parser.add_argument("--peer", action="append", help="all unless given")
+    parser.add_argument("--ladder", type=int, nargs="+", default=LADDER, metavar="PERCENT")
+    parser.add_argument("--equal-steps", type=int, default=6)
+    add_how(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure what the arguments name."""
+    found = [
+        replace(
+            case,
+            precision=arguments.precision,
+            channels_last=arguments.channels_last,
+            sizes=sizes_of(arguments),
+            group="frontier",
+        )
+        for case in cases(arguments)
+    ]
+    return execute(how(found, arguments), arguments.out, arguments.limit_s)
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """What is most telling first, as the time may be up at any case.
+
+    Ours and the bound share a process: one run without a cap serves all budgets.
+    """
+    net, steps = arguments.workload, arguments.equal_steps
+    yield Case(net, "plain", "none")
+    policies = [OURS + name for name in arguments.policy or ("auto",)]
+    for percent in arguments.ladder:
+        for method in (*policies, BOUND):
+            yield Case(net, method, f"{percent}%", shared=True)
+    for method in policies:
+        yield Case(net, method, "smallest", equal_steps=steps, shared=True)
+    for method in arguments.peer or PEER_NAMES:
+        yield Case(net, method, "smallest", equal_steps=steps)
