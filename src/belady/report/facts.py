@@ -1,0 +1,263 @@
+"""What every report says of a Run, whatever it looks like: answers, figures, decisions, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from belady.ir.plan import Encode, Offload, Plan
+from belady.ir.residency import intervals
+from belady.ir.run import Run
+from belady.ir.timeline import Measured, Timeline
+from belady.ir.trace import Phase, StorageKind, Tier, Trace
+from belady.units import format_bytes, format_seconds
+
+ABSENT = "-"
+_LEVELS = ("time and peaks", "time, peaks, bytes and stalls", "every event")
+
+
+class Group(NamedTuple):
+    """The saved values that share a decision, and the bytes of their storages."""
+
+    decision: str
+    values: int
+    nbytes: int
+
+
+class Saved(NamedTuple):
+    """One saved value: what it is, what was decided and why."""
+
+    value: int
+    module: str
+    saved_by: str
+    shape: str
+    dtype: str
+    nbytes: int
+    decision: str
+    reason: str
+
+
+def fits(run: Run) -> bool:
+    """Whether the budget holds: as measured, or as predicted where nothing was measured."""
+    budget, measured = run.plan.budget.device_bytes, run.measured
+    if measured is None:
+        return run.hardware.allocator.budget_for(run.plan.predicted_peak_bytes) <= budget
+    return max(measured.peak(Tier.DEVICE), measured.reserved_bytes) <= budget
+
+
+def answer(run: Run) -> str:
+    """One sentence: does it fit."""
+    plan, measured = run.plan, run.measured
+    if measured is None:
+        verb = "should fit" if fits(run) else "SHOULD NOT FIT"
+        peak = f"a predicted peak of {format_bytes(plan.predicted_peak_bytes)}, not measured yet"
+    else:
+        verb = "fits" if fits(run) else "DOES NOT FIT"
+        peak = f"a measured peak of {format_bytes(measured.peak(Tier.DEVICE))}"
+        if measured.reserved_bytes:
+            peak += f" ({format_bytes(measured.reserved_bytes)} reserved)"
+    return f"It {verb}: {peak}, a budget of {format_bytes(plan.budget.device_bytes)}."
+
+
+def subject(run: Run) -> str:
+    """What ran where, by which policy."""
+    roots = ", ".join(run.trace.roots)
+    return f"{roots} on {run.hardware.name} ({run.trace.device}), planned by {run.plan.planner}"
+
+
+def waited(run: Run) -> float | None:
+    """Seconds that compute was measured to wait for copies; None where that was not measured."""
+    return run.measured.stall_seconds if run.measured and run.measured.level else None
+
+
+def overhead(seconds: float, stall_seconds: float) -> str:
+    """Stall over the rest of the iteration."""
+    rest = seconds - stall_seconds
+    return f"{stall_seconds / rest:.1%}" if rest > 0 else ABSENT
+
+
+def measurement(run: Run) -> list[str]:
+    """How it was measured; nothing where it was not."""
+    measured = run.measured
+    if measured is None:
+        return []
+    level = _LEVELS[measured.level] if 0 <= measured.level < len(_LEVELS) else "unknown"
+    times = ", ".join(format_seconds(seconds) for seconds in measured.iterations)
+    lines = [f"Measured at level {measured.level} ({level}), iterations of {times}."]
+    if run.trace.device == "cpu":
+        lines.append("The device peak of a CPU was counted op by op in the iteration before those.")
+    return lines
+
+
+def figures(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Name, predicted and measured; the name of a part is indented."""
+    predicted, measured = run.predicted, run.measured
+
+    def seen(text: str) -> str:
+        return text if measured is not None else ABSENT
+
+    for tier in Tier:
+        peaks = predicted.peak(tier), measured.peak(tier) if measured else 0
+        if tier is Tier.DEVICE or any(peaks):
+            yield f"peak of {tier.value}", format_bytes(peaks[0]), seen(format_bytes(peaks[1]))
+    if measured and measured.reserved_bytes:
+        yield "reserved by torch's allocator", ABSENT, format_bytes(measured.reserved_bytes)
+    now = measured.seconds if measured else 0.0
+    yield "time of an iteration", format_seconds(predicted.seconds), seen(format_seconds(now))
+    yield "  computing", format_seconds(predicted.compute_seconds), ABSENT
+    stalled = waited(run)
+    waiting = ABSENT if stalled is None else format_seconds(stalled)
+    yield "  waiting for copies (stall)", format_seconds(predicted.stall_seconds), waiting
+    yield (
+        "  overhead: stall over the rest",
+        overhead(predicted.seconds, predicted.stall_seconds),
+        ABSENT if stalled is None else overhead(now, stalled),
+    )
+    yield from _lanes(predicted, measured)
+
+
+def _lanes(predicted: Timeline, measured: Measured | None) -> Iterator[tuple[str, str, str]]:
+    def text(nbytes: int, copies: int) -> str:
+        return f"{format_bytes(nbytes)} in {copies}" if copies else ABSENT
+
+    planned = {moved.lane: text(moved.nbytes, moved.copies) for moved in predicted.moved}
+    done = {m.lane: text(m.nbytes, m.copies) for m in (measured.moved if measured else ())}
+    for lane in dict.fromkeys([*planned, *done]):
+        yield f"{lane.value}, bytes in copies", planned.get(lane, ABSENT), done.get(lane, ABSENT)
+
+
+def peak_place(run: Run) -> str:
+    """The op at the predicted peak; empty where the trace does not have it."""
+    at = run.predicted.peak_op
+    return run.trace.locate(at) if 0 <= at < len(run.trace.ops) else ""
+
+
+def held_at_peak(run: Run) -> list[tuple[str, int]]:
+    """Bytes held at the predicted peak by kind, most first."""
+    trace, at = run.trace, run.predicted.peak_op
+    held: Counter[str] = Counter()
+    for span in intervals(trace, run.plan):
+        if span.tier is Tier.DEVICE and span.start <= at < span.end:
+            name = trace.storages[span.storage].kind.value
+            held[name] += run.hardware.allocator.held(span.nbytes)
+    held["workspace"] += max(0, run.predicted.peak(Tier.DEVICE) - held.total())
+    return [(name, nbytes) for name, nbytes in held.most_common() if nbytes]
+
+
+def groups(run: Run) -> list[Group]:
+    """The saved values by decision, most values first."""
+    trace, plan = run.trace, run.plan
+    counts: Counter[str] = Counter()
+    storages: dict[str, set[int]] = {}
+    for value in trace.saved:
+        name = decision_name(plan, value)
+        counts[name] += 1
+        storages.setdefault(name, set()).add(trace.values[value].storage)
+    return [
+        Group(name, count, sum(trace.storages[index].nbytes for index in storages[name]))
+        for name, count in counts.most_common()
+    ]
+
+
+def decision_name(plan: Plan, value: int) -> str:
+    """What a plan does with a value, in a few words."""
+    decision = plan.decisions.get(value)
+    if decision is None:
+        return "keep"
+    if isinstance(decision, Offload):
+        return f"offload to {decision.tier.value}"
+    if isinstance(decision, Encode):
+        return f"encode ({decision.codec})"
+    return type(decision).__name__.lower()
+
+
+def largest(run: Run, count: int) -> list[Saved]:
+    """The ``count`` largest saved values, largest first."""
+    trace, plan = run.trace, run.plan
+
+    def size(value: int) -> int:
+        return trace.storages[trace.values[value].storage].nbytes
+
+    reasons = {assignment.value: assignment.reason for assignment in plan.assignments}
+    chosen = sorted(trace.saved, key=lambda value: (-size(value), value))[:count]
+    return [
+        Saved(
+            value,
+            save.module or ABSENT,
+            short_name(trace.ops[save.op].name),
+            "x".join(map(str, save.shape)) or "scalar",
+            save.dtype,
+            size(value),
+            decision_name(plan, value),
+            reasons.get(value, "") or ABSENT,
+        )
+        for value in chosen
+        for save in trace.values[value].saves[:1]
+    ]
+
+
+def short_name(name: str) -> str:
+    """``aten.convolution.default`` is ``convolution``."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "aten" and len(parts) > 1 else name
+
+
+def defaults(run: Run) -> tuple[str, list[str]] | None:
+    """Saves that did not match the plan: a sentence, and a line for each reason."""
+    if run.measured is None:
+        return None
+    found = run.measured.defaults
+    if not found:
+        return "Every save matched the plan.", []
+    total = sum(count for _, count in found)
+    return (
+        f"{total} saves that did not match the plan were kept, with their version checked:",
+        [f"{reason}: {count}" for reason, count in found],
+    )
+
+
+def outside(run: Run) -> list[tuple[str, int]]:
+    """Bytes that nobody plans for, by what they are."""
+    trace = run.trace
+    found = [("made by the loss outside the roots, held into backward", _loss_bytes(trace))]
+    for kind, text in (
+        (StorageKind.INPUT, "inputs of the roots, which the caller holds"),
+        (StorageKind.OTHER, "held throughout, not seen in any op"),
+    ):
+        found.append((text, sum(s.nbytes for s in trace.storages if s.kind is kind)))
+    found.append(("in use outside torch (not in the budget)", run.hardware.outside_bytes))
+    return [(name, nbytes) for name, nbytes in found if nbytes > 0]
+
+
+def _loss_bytes(trace: Trace) -> int:
+    backward = next((i for i, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD), -1)
+    managed = {trace.values[value].storage for value in trace.saved}
+    return sum(
+        storage.nbytes
+        for index, storage in enumerate(trace.storages)
+        if index not in managed
+        and storage.kind is StorageKind.ACTIVATION
+        and storage.birth < backward < storage.death
+        and trace.ops[storage.birth].phase is Phase.LOSS
+    )
+
+
+def remarks(run: Run) -> list[str]:
+    """What the reader has to know besides."""
+    plan = run.plan
+    found = []
+    if plan.numerics:
+        found.append(f"Can change a bit of the result: {', '.join(plan.numerics)}")
+    if plan.layer_algorithms:
+        found.append(
+            f"Convolution algorithms are chosen layer by layer in the prediction alone; when it "
+            f"runs, one setting holds for the whole phase: {plan.workspace.value}"
+        )
+    return found + [f"Note: {note}" for note in run.notes]
+
+
+def versions(run: Run) -> str:
+    """Names and versions of the software that took part."""
+    known = {**dict(run.hardware.versions), **dict(run.versions)}
+    return ", ".join(f"{name} {version}" for name, version in known.items())
