@@ -21,7 +21,9 @@ OPTIONS = {
         *("--budget", "--policy", "--hardware", "--host-budget", "--disk-budget"),
         *("-o", "--output", "--json"),
     },
+    "plot": {"-o", "--output", "--columns"},
     "profile": {"-o", "--output", "--iterations", "--spill-dir", "-m", "--module"},
+    "report": {"-o", "--output"},
     "run": {
         *("--budget", "--policy", "--host-budget", "--disk-budget", "--spill-dir", "--report"),
         *("--exact", "--verify", "-m", "--module"),
@@ -77,6 +79,8 @@ def test_help_says_what_it_does(verb: str) -> None:
         ["plan", "no-such-trace.json", "--budget", "8GiB"],
         ["trace", "no-such-run.json", "-o", "timeline.json"],
         ["trace", "no-such-run.json"],
+        ["plot", "memory", "no-such-run.json", "-o", "figure.svg"],
+        ["plot", "pie", "no-such-run.json", "-o", "figure.svg"],
     ],
 )
 def test_wrong_use_exits_with_2(arguments: list[str]) -> None:

@@ -134,6 +134,8 @@ class _Says:
         return Piece(wait.start_s, wait.end_s, f"wait for {stall.cause.value}", args)
 
     def _op(self, index: int) -> tuple[str, Event]:
+        if index == len(self.run.trace.ops):
+            return "the end of the iteration", {"op": index}
         if index not in self._ops:
             op = self.run.trace.ops[index]
             name, module = printable(op.name), printable(op.module)

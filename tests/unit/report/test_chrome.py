@@ -198,6 +198,15 @@ def test_a_stall_that_nothing_places_in_time_is_left_out() -> None:
     assert len(ours(events, "measured")["stall"]) == 2
 
 
+def test_a_stall_at_the_end_is_before_the_end() -> None:
+    run = recorded()
+    assert run.measured is not None
+    last = replace(run.measured.stalls[1], op=len(run.trace.ops))
+    events = events_of(chrome_trace(replace(run, measured=replace(run.measured, stalls=(last,)))))
+    (event,) = ours(events, "measured")["stall"]
+    assert event["args"]["before"] == "the end of the iteration"
+
+
 def test_bytes_counted_more_than_once_at_one_moment_show_the_most() -> None:
     run = recorded()
     assert run.measured is not None

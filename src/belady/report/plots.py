@@ -1,0 +1,216 @@
+"""Figures for papers: what a run held, when it worked, and how methods compare.
+
+Colours are those of Okabe and Ito, which the colour-blind can tell apart; hatches, line styles and
+markers say the same in grey. The same data gives the same file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from belady.errors import MissingExtraError
+from belady.ir.run import Run
+from belady.ir.timeline import Measured, Timeline
+from belady.ir.trace import Tier
+from belady.report import ink
+from belady.report.moments import require_drawable
+from belady.report.output import write_whole
+from belady.report.series import bytes_by_op, dots, envelope, phases, rows
+from belady.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Kind(StrEnum):
+    """Whose a point is; BOUND is what nobody can beat."""
+
+    OURS = "ours"
+    PEER = "peer"
+    BOUND = "bound"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement: time of an iteration that held ``nbytes``.
+
+    For the bound, the least time of any plan within ``nbytes``, infinite where there is no plan.
+    """
+
+    series: str
+    nbytes: int
+    seconds: float
+    kind: Kind
+
+
+def frontier(points: Iterable[Point], *, columns: int = 1) -> Figure:
+    """Time over memory: a line for each method, and the region that nobody can reach.
+
+    A method has a point for each measurement, joined in order of bytes. With less memory no plan
+    is faster, so the bound at a budget holds for all below it: it is drawn in steps.
+
+    Raises
+    ------
+    ValueError
+        If there is no point to draw, or one is not a finite amount of bytes and of seconds.
+    MissingExtraError
+        If matplotlib is absent.
+    """
+    series: dict[tuple[Kind, str], list[Point]] = {}
+    for point in points:
+        finite = point.seconds < math.inf or point.kind is Kind.BOUND
+        if point.nbytes < 0 or not point.seconds >= 0 or not finite:
+            raise ValueError(f"a point needs finite bytes and seconds of at least 0, not {point}")
+        series.setdefault((point.kind, point.series), []).append(point)
+    drawn = [p for found in series.values() for p in found if p.seconds < math.inf]
+    if not drawn:
+        raise ValueError("no point to draw: give at least one with finite seconds")
+    scale, unit = ink.unit(max(point.nbytes for point in drawn))
+    with _matplotlib():
+        figure = _figure(columns, 2.3 + 0.4 * columns)
+        axes = figure.subplots()
+        top = 1.08 * max(point.seconds for point in drawn) * 1e3 or 1.0
+        lines = 0
+        for (kind, name), found in series.items():
+            found.sort(key=lambda point: (point.nbytes, point.seconds))
+            xs = [point.nbytes / scale for point in found]
+            ys = [min(point.seconds * 1e3, top) for point in found]
+            if kind is Kind.BOUND:
+                ink.forbidden(axes, name, xs, ys)
+            else:
+                ink.line(axes, name, xs, ys, lines, ours=kind is Kind.OURS)
+                lines += 1
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, top)
+        axes.set_xlabel(f"memory held at the peak ({unit})")
+        axes.set_ylabel("time of an iteration (ms)")
+        ink.legend(figure, *axes.get_legend_handles_labels())
+        return figure
+
+
+def memory(run: Run, *, columns: int = 1) -> Figure:
+    """Bytes held during each op, in order of issue: predicted, measured, and with all kept.
+
+    Raises
+    ------
+    DocumentError, PlanMismatchError
+        If the parts of the run do not belong together.
+    MissingExtraError
+        If matplotlib is absent.
+    """
+    require_drawable(run)
+    held = bytes_by_op(run)
+    budget, seen = run.plan.budget.device_bytes, run.measured
+    tallest = max((max(found) for found in held.values()), default=0)
+    # A budget far above all that is held would press everything else to the ground.
+    scale, unit = ink.unit(max(tallest, budget if budget <= 2 * tallest else 0))
+    with _matplotlib():
+        figure = _figure(columns, 2.0 + 0.25 * columns)
+        axes = figure.subplots()
+        ink.phase_bands(axes, phases(run.trace))
+        for name, found in held.items():
+            edges, steps = envelope(found)
+            colour, style = ink.CURVES[name]
+            heights = [nbytes / scale for nbytes in steps]
+            if name == "predicted":
+                axes.stairs(heights, edges, fill=True, color=colour, alpha=0.15, linewidth=0)
+            axes.stairs(
+                heights, edges, baseline=None, color=colour, linestyle=style, label=name, lw=1.1
+            )
+        if seen is not None and seen.held:
+            ink.dots(axes, [(h.boundary, h.nbytes / scale) for h in dots(seen.held)])
+        elif seen is not None and seen.peak(Tier.DEVICE):
+            peak = seen.peak(Tier.DEVICE) / scale
+            axes.axhline(peak, color=ink.VERMILLION, ls=(0, (1, 2)), label="measured peak", lw=1.3)
+        if budget <= 2 * tallest:
+            axes.axhline(budget / scale, color=ink.BLACK, lw=0.9, label="budget")
+        axes.set_xlim(0, max(1, len(run.trace.ops)))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("op, in order of issue")
+        axes.set_ylabel(f"bytes held ({unit})")
+        ink.legend(figure, *axes.get_legend_handles_labels())
+        return figure
+
+
+def timeline(run: Run, *, columns: int = 1) -> Figure:
+    """What every lane did when: predicted and, where every event was recorded, measured.
+
+    Raises
+    ------
+    DocumentError, PlanMismatchError
+        If the parts of the run do not belong together.
+    MissingExtraError
+        If matplotlib is absent.
+    """
+    require_drawable(run)
+    sides: list[tuple[str, Timeline | Measured]] = [("predicted", run.predicted)]
+    if run.measured is not None and run.measured.spans:
+        sides.append(("measured", run.measured))
+    drawn = [(name, side.seconds, rows(run, side)) for name, side in sides]
+    lanes = sum(max(1, len(found)) for _, _, found in drawn)
+    with _matplotlib():
+        figure = _figure(columns, 0.75 + 0.19 * lanes + 0.2 * len(sides))
+        heights = [max(1, len(found)) for _, _, found in drawn]
+        panels = figure.subplots(len(sides), sharex=True, squeeze=False, height_ratios=heights)
+        for axes, (name, seconds, found) in zip(panels[:, 0], drawn, strict=True):
+            ink.lanes(axes, found)
+            axes.set_xmargin(0.01)
+            axes.set_title(f"{name}: {format_seconds(seconds)}", loc="left", pad=2)
+        panels[-1, 0].set_xlim(left=0)
+        panels[-1, 0].set_xlabel("time (ms)")
+        shown = {bar.kind for _, _, found in drawn for bars in found.values() for bar in bars}
+        names = [name for name in ink.BARS if name in shown]
+        handles = [panels[0, 0].bar(0, 0, label=name, **ink.bar(name)) for name in names]
+        ink.legend(figure, handles, names)
+        return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure as SVG or PNG, by the ending of ``path``; text in SVG stays text.
+
+    Raises
+    ------
+    ValueError
+        If the name ends in neither ``.svg`` nor ``.png``.
+    OSError
+        If the file cannot be written.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in (".svg", ".png"):
+        raise ValueError(f"{path}: a figure ends in .svg or .png")
+    # Neither the date nor the version of matplotlib: a figure that is committed does not churn.
+    metadata = {"Date": None, "Creator": None} if ending == ".svg" else {"Software": None}
+    content = io.BytesIO()
+    with _matplotlib():
+        figure.savefig(content, format=ending[1:], metadata=metadata)
+    write_whole(content.getvalue(), path)
+
+
+@contextmanager
+def _matplotlib() -> Iterator[None]:
+    """Our style, for as long as something is drawn or written."""
+    try:
+        from matplotlib import rc_context
+    except ImportError as error:
+        raise MissingExtraError(
+            "figures need matplotlib: install it with `pip install 'belady[plot]'`"
+        ) from error
+    with rc_context(ink.STYLE):
+        yield
+
+
+def _figure(columns: int, height: float) -> Figure:
+    """An empty figure, ``height`` inches high; no window, whatever the backend."""
+    from matplotlib.figure import Figure
+
+    if columns not in ink.WIDTHS:
+        raise ValueError(f"columns={columns!r}: a figure is 1 or 2 columns wide")
+    return Figure(figsize=(ink.WIDTHS[columns], height))
