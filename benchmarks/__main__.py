@@ -6,14 +6,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import frontier, records, run, tables
+from benchmarks import frontier, plot, records, run, tables
+from benchmarks.founders import verb as founders
 
 
 def main() -> int:
     """Carry out the verb that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for name, module in (("run", run), ("frontier", frontier), ("tables", tables)):
+    for name, module in (
+        ("run", run),
+        ("frontier", frontier),
+        ("founders", founders),
+        ("plot", plot),
+        ("tables", tables),
+    ):
         about = (module.__doc__ or "").split("\n", 1)[0]
         verb = verbs.add_parser(name, help=about.split(": ", 1)[1], description=module.__doc__)
         module.add_arguments(verb)

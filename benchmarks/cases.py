@@ -12,6 +12,8 @@ Record = dict[str, Any]
 OURS = "belady:"
 # Not a method: what no plan of belady's can beat, by `belady.simulate.bound`.
 BOUND = "bound"
+# Group of the records that no device measured.
+SIMULATED = "founders-simulated"
 # Exit status of a process that lost its device: the cases left need a new one.
 LOST = 75
 

@@ -1,19 +1,28 @@
-"""Verb ``tables``: writes the figures of README.md from the committed records.
+"""Verb ``tables``: writes tables and plots of README and docs from the committed records.
 
-The text between the markers is generated; ``--check`` fails when it differs.
+The text between the markers of each page is generated; ``--check`` fails when it differs, or when a
+plot is not there.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from benchmarks import comparison
 from benchmarks.cases import Record
+from benchmarks.founders import table as founders
 from benchmarks.records import committed
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+PLOTS = "figures"  # folder beside the page that shows them
+_GROUPS = {
+    "fits": "Everything fits (ResNet-50, batch 256, bf16, channels_last; processes in turn)",
+    "save_on_cpu": "ResNet-50, batch 256, bf16, NCHW, at small budgets",
+    "founders": "vDNN's policies, each under a hard cap of its predicted peak plus margin",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,39 +31,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write or check the section; gives an exit status."""
-    path = ROOT / "README.md"
+    """Write or check all pages; gives an exit status."""
+    found = committed()
+    wrong = [page for page in PAGES if not _page(page, found, arguments.check)]
+    missing = [] if not arguments.check else [path for path in plots(found) if not path.exists()]
+    for path in (*wrong, *missing):
+        print(f"{path} differs from benchmarks/results: run `python -m benchmarks tables`")
+    if not arguments.check:
+        _draw(found)
+    return int(bool(wrong or missing))
+
+
+def _page(page: str, found: list[Record], check: bool) -> bool:
+    """Write one page, or say whether it is as it should be."""
+    path = ROOT / page
     text = path.read_text("utf-8")
-    wanted = with_figures(text, figures(committed()))
-    if arguments.check:
-        if wanted != text:
-            print("README.md differs from benchmarks/results: run `python -m benchmarks tables`")
-        return int(wanted != text)
-    path.write_text(wanted, "utf-8")
-    return 0
+    wanted = generated(page, text, found)
+    if not check:
+        path.write_text(wanted, "utf-8")
+    return not check or wanted == text
 
 
-def with_figures(text: str, section: str) -> str:
-    """The text with the section between the markers replaced."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{section}{END}{after}"
+def generated(page: str, text: str, found: list[Record]) -> str:
+    """The text of a page with everything between markers replaced."""
+    for name, section in PAGES[page].items():
+        text = with_section(text, name, section(found))
+    return text
+
+
+def with_section(text: str, name: str, section: str) -> str:
+    """The text with the section between the markers of that name replaced."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{section}{end}{after}"
 
 
 def figures(found: list[Record]) -> str:
-    """The section: one table a group."""
-    machine = sorted({f"{r['device_name']}, torch {r['torch']}" for r in found if "torch" in r})
-    groups = [
-        ("fits", "Everything fits (ResNet-50, batch 256, bf16, channels_last; processes in turn)"),
-        ("save_on_cpu", "ResNet-50, batch 256, bf16, NCHW, at small budgets"),
-        ("founders", "vDNN's policies, each under a hard cap of its predicted peak plus margin"),
-    ]
+    """The README's section: one table a group, and one for each workload with peers."""
+    shown = [r for r in found if r.get("group") in (*_GROUPS, *comparison.GROUPS)]
+    machine = sorted({f"{r['device_name']}, torch {r['torch']}" for r in shown if "torch" in r})
     parts = [f"Measured on: {'; '.join(machine)}.\n"]
-    for group, title in groups:
+    for group, title in _GROUPS.items():
         of = [r for r in found if r.get("group") == group]
         if of:
             parts.append(f"**{title}**\n\n{_table(of)}")
+    for title, of in comparison.compared(found):
+        heading = f"**{title}: each method at the smallest cap that it passes**"
+        parts.append(f"{heading}\n\n{comparison.table(of)}")
     return "\n".join(parts)
+
+
+def peers(found: list[Record]) -> str:
+    """The section of docs/figures.md with plots."""
+    parts = [
+        f"**{title}**\n\n![Time of an iteration over memory]({PLOTS}/{_name(title)}.svg)\n"
+        for title, _ in comparison.compared(found)
+    ]
+    return "\n".join(parts) or "No records yet.\n"
+
+
+def plots(found: list[Record]) -> dict[Path, list[Record]]:
+    """Files of plots, and what each shows."""
+    folder = ROOT / "docs" / PLOTS
+    return {
+        folder / f"{_name(title)}.svg": [record for record in of if record["outcome"] == "ok"]
+        for title, of in comparison.compared(found)
+    }
+
+
+def _draw(found: list[Record]) -> None:
+    for path, of in plots(found).items():
+        from belady.report.plots import frontier, save_figure
+        from benchmarks.plot import points
+
+        path.parent.mkdir(exist_ok=True)
+        save_figure(frontier(points(of)), path)
+
+
+def _name(title: str) -> str:
+    return re.sub(r"[^\w]+", "-", title)
+
+
+PAGES: Mapping[str, Mapping[str, Callable[[list[Record]], str]]] = {
+    "README.md": {"figures": figures},
+    "docs/figures.md": {"frontier": peers, "founders": founders.table},
+}
 
 
 def _table(found: Iterable[Record]) -> str:
@@ -81,8 +143,8 @@ def _row(record: Record) -> list[str]:
         _ms(record.get("predicted_seconds")),
         _gib(record["peak_allocated_bytes"]),
         _gib(record.get("predicted_peak_bytes")),
-        _gib(record["peak_reserved_bytes"]),
-        str(record["allocation_retries"]),
+        _gib(record.get("peak_reserved_bytes")),
+        str(record.get("allocation_retries", "")),
     ]
 
 

@@ -1,0 +1,1 @@
+"""What the founding systems published, and belady's planners on the machines that they had."""

@@ -1,0 +1,89 @@
+"""The machines of the founding papers, as profiles, and where each figure is from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from belady.ir.hardware import Allocator, Capacity, HardwareProfile, Link
+from belady.ir.trace import Tier
+
+_GB, _MIB, _GIB = 10**9, 2**20, 2**30
+# A transfer has to begin; the size does not matter to plans that move megabytes.
+_LATENCY_S = 10e-6
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a paper.
+
+    Attributes
+    ----------
+    flops_per_s, bytes_per_s
+        Nominal single-precision rate, and rate of device memory.
+    link_bytes_per_s
+        What a copy between device and pinned memory reaches; both directions at once as well.
+    device_bytes
+        What a network may take.
+    sources
+        Where the figures are from.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    link_bytes_per_s: float
+    device_bytes: int
+    host_bytes: int
+    sources: str
+
+    def profile(self) -> HardwareProfile:
+        """The machine with an allocator that holds no more than is asked for."""
+        ways = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
+        curve = ((_MIB, self.link_bytes_per_s),)
+        return HardwareProfile(
+            name=self.name,
+            device="cuda",
+            capacities=(
+                Capacity(Tier.DEVICE, self.device_bytes),
+                Capacity(Tier.HOST, self.host_bytes),
+            ),
+            links=tuple(
+                Link(source, target, curve, self.link_bytes_per_s, _LATENCY_S, f"pcie-{source}")
+                for source, target in ways
+            ),
+            allocator=Allocator(round_bytes=512, margin_fraction=0.0, margin_bytes=0),
+        )
+
+
+MACHINES: Mapping[str, Machine] = {
+    "Titan X": Machine(
+        "Titan X (Maxwell), PCIe 3",
+        7e12,
+        336 * _GB,
+        12.8 * _GB,
+        12 * _GIB,
+        64 * _GIB,
+        "7 TFLOP/s, 336 GB/s, 12 GB, 12.8 GB/s of copies, 64 GB host: vDNN, section IV",
+    ),
+    "K40m": Machine(
+        "Tesla K40m, PCIe 3",
+        4.29e12,
+        288 * _GB,
+        10.0 * _GB,
+        11580 * _MIB,
+        64 * _GIB,
+        "11,580 MB usable: Layrub, section 5; 4.29 TFLOP/s, 288 GB/s: NVIDIA's specification; "
+        "10.0 GB/s of copies: bandwidthTest published by Microway for a K40m; host: assumed",
+    ),
+    "V100": Machine(
+        "Tesla V100-PCIe 16 GB, PCIe 3",
+        14e12,
+        900 * _GB,
+        12.8 * _GB,
+        16 * _GIB,
+        64 * _GIB,
+        "16 GB, 64 GB host: OC-DNN, section 5; 14 TFLOP/s, 900 GB/s: NVIDIA's specification; "
+        "12.8 GB/s of copies: as vDNN measured on PCIe 3",
+    ),
+}
