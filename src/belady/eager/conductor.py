@@ -7,17 +7,18 @@ then verified, then left alone.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from belady.eager.content import Moved
-from belady.eager.gradients import Gradients
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, walk
 from belady.eager.kinds import Kind, Planning, Policy, Stage
+from belady.eager.lasting import Gradients, settle_state
 from belady.eager.limits import refuse_infeasible
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
@@ -25,6 +26,7 @@ from belady.ir.trace import Tier, Trace
 from belady.measure.clock import NoClock, clock_for
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
+from belady.measure.observe import undisturbed
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
 from belady.planners.moves import MIN_BYTES
@@ -71,13 +73,24 @@ class Conductor:
             leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
         )
         self._latest: Kind | None = None
-        self._apart = Apart(carrier.device)
-        self._gradients = Gradients(self._apart.copy, policy.budget.device_bytes)
+        self._for_gradients = Apart(carrier.device)
+        self._gradients = Gradients(self._for_gradients.copy, policy.budget.device_bytes)
+        self._for_state = Apart(carrier.device)
+        self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def close(self) -> None:
         """Leave gradients where they are from now on."""
         self._gradients.close()
-        self._apart.close()
+        self._for_gradients.close()
+        self._for_state.close()
+
+    def stepped(self, iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped, so that its state exists."""
+        iteration.optimizer = optimizer
+        if self.carrier.device.type == "cuda" and optimizer not in self._settled:
+            self._settled.add(optimizer)
+            with iteration.aside():
+                settle_state(optimizer, self._for_state.copy)
 
     def start(self, key: Key, module: torch.nn.Module, call: tuple[Any, Any]) -> Iteration:
         """Begin an iteration whose first pass is of kind ``key``: ``module`` called with ``call``.
@@ -101,7 +114,7 @@ class Conductor:
                 self._gradients.attach(self._modules)
         else:
             self._gradients.rest()
-            self._apart.close()
+            self._for_gradients.close()
         observation = self._observation(kind)
         if kind.engine is not None:
             kind.engine.on_bring = None if observation is None else _telling(observation)
@@ -174,12 +187,12 @@ class Conductor:
     def _observed(self, kind: Kind, passes: tuple[Key, ...], trace: Trace | None) -> None:
         kind.observed += 1
         if kind.stage is Stage.TIMED and trace is not None and passes == kind.passes:
-            self._planning.plan(kind, trace)
+            self._planning.plan(kind, undisturbed(trace, kind.warm))
         elif kind.observed >= _OBSERVED:
             # No two alike: it stays at the floor, which needs no plan.
             kind.stage = Stage.STEADY
         else:
-            kind.stage, kind.passes = Stage.TIMED, passes
+            kind.stage, kind.passes, kind.warm = Stage.TIMED, passes, trace
 
 
 def _telling(observation: Observation) -> Callable[[Moved], None]:

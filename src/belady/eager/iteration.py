@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -95,6 +95,10 @@ class Iteration:
         """The optimizer's step begins."""
         if self.observation is not None:
             self.observation.recorder.phase = Phase.OPTIMIZER
+
+    def aside(self) -> AbstractContextManager[None]:
+        """For work of belady's own in the middle of it."""
+        return nullcontext() if self.observation is None else self.observation.recorder.aside()
 
     @property
     def missed(self) -> int:

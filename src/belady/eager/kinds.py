@@ -16,6 +16,7 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Phase, Trace
 from belady.measure.monitor import Sample, summarize
+from belady.memory.cap import set_aside
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
 
@@ -61,6 +62,8 @@ class Kind:
     ----------
     passes
         Keys of its passes, in order.
+    warm
+        Trace of its first iteration.
     current
         The plan in force; None while it is observed.
     tried
@@ -75,6 +78,7 @@ class Kind:
 
     stage: Stage = Stage.WARM
     passes: tuple[Key, ...] = ()
+    warm: Trace | None = None
     trace: Trace | None = None
     current: Trial | None = None
     engine: Planned | None = None
@@ -215,6 +219,9 @@ class Planning:
         if self._carrier.device.type == "cuda":
             # Blocks cut for the plan before would fragment this one's memory.
             torch.cuda.empty_cache()
+            if kind.engine is not None:
+                share = 1 + trial.hardware.allocator.margin_fraction
+                set_aside(self._carrier.device, int(verdict.peak_bytes * share))
 
 
 def _with_host_of(trace: Trace, samples: list[Sample]) -> Trace | None:

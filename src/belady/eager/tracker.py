@@ -163,10 +163,10 @@ class Tracker:
             self._iteration.optimizer_begins()
 
     def _optimizer_ended(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self._iteration is None or not self._owns(optimizer):
+        if self._iteration is None or self.conductor is None or not self._owns(optimizer):
             return
         self._stepped = True
-        self._iteration.optimizer = optimizer
+        self.conductor.stepped(self._iteration, optimizer)
         if torch._C._current_graph_task_id() != -1 or self._thread != threading.get_ident():
             # A step for each parameter, out of backward: the iteration ends where the next begins.
             self._over = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 
@@ -83,6 +84,26 @@ def assemble(
         tuple(sorted(anchors)),
         (("torch", str(torch.__version__)),),
     )
+
+
+def undisturbed(trace: Trace, other: Trace | None) -> Trace:
+    """The trace with the smaller seconds of two observations, for as long as their ops agree.
+
+    What happens once (a library looks for its fastest algorithm, the allocator flushes its cache
+    in the middle of an op) makes an op look slow in one of them.
+    """
+    if other is None:
+        return trace
+    ops = list(trace.ops)
+    for index, (one, two) in enumerate(zip(trace.ops, other.ops, strict=False)):
+        if one.name != two.name or one.reads != two.reads:
+            break
+        ops[index] = replace(
+            one,
+            device_seconds=min(one.device_seconds, two.device_seconds),
+            host_seconds=min(one.host_seconds, two.host_seconds),
+        )
+    return replace(trace, ops=tuple(ops))
 
 
 def held_bytes(recorder: Recorder, round_bytes: int) -> list[int]:

@@ -38,7 +38,7 @@ from belady.memory.slab import HostArena
 
 # torch rounds CUDA requests to 512 bytes. The margin is for what it holds beyond that: blocks
 # that do not fit the next request, and segments of 2 to 20 MiB that are partly used.
-CUDA_ALLOCATOR = Allocator(round_bytes=512, margin_fraction=0.12, margin_bytes=64 * MIB)
+CUDA_ALLOCATOR = Allocator(round_bytes=512, margin_fraction=0.18, margin_bytes=64 * MIB)
 # A CPU budget counts live storage bytes, which torch aligns to 64; nothing is held beyond.
 CPU_ALLOCATOR = Allocator(round_bytes=64, margin_fraction=0.0, margin_bytes=0)
 

@@ -117,6 +117,7 @@ def _forward_backward(module: torch.nn.Module, call: tuple[Any, Any], recorder: 
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Code compiled for tensors without bytes would be of no use to the real call.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_without_cudnn_of(module))
         stack.enter_context(module_paths(module, recorder.modules))
         stack.enter_context(recorder)
         with saved_tensors_hooks(*_hooks(recorder)):
@@ -127,6 +128,22 @@ def _forward_backward(module: torch.nn.Module, call: tuple[Any, Any], recorder: 
         outputs = [tensor for tensor in _tensors_of(result) if tensor.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+@contextmanager
+def _without_cudnn_of(module: torch.nn.Module) -> Iterator[None]:
+    """Trace recurrent layers as native ops.
+
+    cuDNN's dropout state is made once for all layers of the process, out of reach of any mode: made
+    here, it would be without bytes for good; made before, it cannot be used here.
+    """
+    recurrent = any(isinstance(part, torch.nn.RNNBase) for part in module.modules())
+    enabled = torch.backends.cudnn.enabled
+    torch._C._set_cudnn_enabled(enabled and not recurrent)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(enabled)
 
 
 def _adopt_state(module: torch.nn.Module, recorder: Recorder) -> None:

@@ -18,12 +18,13 @@ class Apart:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A copy with the same strides, in stream order; None when there is no room for it."""
-        if tensor.device != self._device or torch.cuda.is_current_stream_capturing():
+        device = self._device
+        if tensor.device != device or device.type != "cuda" or _capturing():
             return None
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
         try:
-            with torch.cuda.use_mem_pool(self._pool, self._device):
+            with torch.cuda.use_mem_pool(self._pool, device):
                 return tensor.clone(memory_format=torch.preserve_format)
         except torch.OutOfMemoryError:
             # A private pool cannot make the allocator flush its cache; where it is, it fits.
@@ -32,3 +33,7 @@ class Apart:
     def close(self) -> None:
         """Let go of the pool."""
         self._pool = None
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()

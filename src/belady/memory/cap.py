@@ -7,10 +7,13 @@ import ctypes.util
 import functools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 _MIB = 2**20
+# What torch maps at least, of an expandable segment of large blocks.
+_PAGE = 20 * _MIB
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -30,6 +33,17 @@ def enforce(device: torch.device, budget_bytes: int) -> Callable[[], None]:
     cap = _CAPS.setdefault(device, _Cap(device))
     cap.add(budget_bytes)
     return functools.partial(cap.remove, budget_bytes)
+
+
+def set_aside(device: torch.device, total_bytes: int) -> None:
+    """Make torch's allocator hold ``total_bytes`` in all, what is missing in one piece.
+
+    What it takes bit by bit stays in pieces, and each piece ends at something that lasts.
+    """
+    room = total_bytes - torch.cuda.memory_reserved(device)
+    if room > 0:
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(room, dtype=torch.uint8, device=device)
 
 
 class _Cap:
@@ -58,7 +72,11 @@ class _Cap:
 
     def _apply(self) -> None:
         total = torch.cuda.get_device_properties(self._device).total_memory
-        fraction = min(1.0, sum(self._open) / total)
+        wanted = sum(self._open)
+        if not self._configured:
+            # The allocator compares before it rounds what it maps up to whole pages.
+            wanted = max(wanted - _PAGE, _PAGE)
+        fraction = min(1.0, wanted / total)
         torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
     def _expandable(self, wanted: bool) -> None:

@@ -1,7 +1,8 @@
-"""Keeps large gradients in memory of their own, so that they do not cut up what activations need.
+"""Keeps gradients and optimizer state out of the memory that activations are cut from.
 
-A gradient is born between two activations and stays to the end of the iteration. The allocator
-puts it into the smallest hole that holds it, and that hole is in pieces for the rest of backward.
+Torch's allocator puts a new block into the smallest hole that holds it. A gradient is born between
+two activations and stays, and optimizer state is born where the first iteration left holes and
+stays for good; the memory around them is in pieces from then on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 # What torch's allocator cuts from its large blocks.
 _LARGE = 2**20
@@ -60,7 +62,16 @@ class Gradients:
 
     def placed(self, grad: torch.Tensor) -> torch.Tensor | None:
         """A copy of ``grad`` in its place; None when it has to stay."""
-        return self._place(grad) if self._active and _movable(grad) else None
+        return self._place(grad) if self._active and _owns_its_bytes(grad) else None
+
+
+def settle_state(optimizer: torch.optim.Optimizer, place: Place) -> None:
+    """Move the large tensors of an optimizer's state; they stay the same objects."""
+    for tensor in tree_leaves(list(optimizer.state.values())):
+        if isinstance(tensor, torch.Tensor) and _owns_its_bytes(tensor) and tensor.nbytes > _LARGE:
+            placed = place(tensor)
+            if placed is not None:
+                tensor.data = placed
 
 
 class _Hook:
@@ -68,7 +79,8 @@ class _Hook:
 
     def __init__(self, owner: Gradients, parameter: torch.Tensor) -> None:
         self.parameter = weakref.ref(parameter)
-        self.handle: Any = parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+        hook: Any = parameter.register_post_accumulate_grad_hook
+        self.handle = hook(self)
         self._owner = weakref.ref(owner)
         self._latest: Callable[[], torch.Tensor | None] = lambda: None
 
@@ -92,11 +104,11 @@ def _followed(parameter: torch.Tensor) -> bool:
     )
 
 
-def _movable(grad: torch.Tensor) -> bool:
-    """Whether ``grad`` is a plain tensor with bytes of its own (a view into a bucket is not)."""
+def _owns_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor with bytes of its own (a view into a bucket is not)."""
     return (
-        type(grad) is torch.Tensor
-        and not grad.requires_grad
-        and grad.layout is torch.strided
-        and grad.untyped_storage().nbytes() == grad.nbytes
+        type(tensor) is torch.Tensor
+        and not tensor.requires_grad
+        and tensor.layout is torch.strided
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
