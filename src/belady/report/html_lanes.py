@@ -1,0 +1,157 @@
+"""The lanes over time, and what compute waited for, predicted or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from belady.ir.run import Run
+from belady.ir.timeline import Cause, Lane, Measured, Span, Stall, Timeline
+from belady.report.facts import short_name
+from belady.report.html_axis import COLUMNS, Axis, number
+from belady.report.moments import waits
+from belady.units import format_bytes, format_seconds
+
+HEIGHT = 20
+# What is narrower and not alone is drawn as the share that it and its neighbours fill of a column.
+_NARROWEST = 3.0
+_THINNEST = 1.0
+_LEAST_SHARE = 0.08
+_NAMES = {
+    Cause.COPY_OUT: "waits for copy-out",
+    Cause.COPY_IN: "waits for copy-in",
+    Cause.HOST: "waits for the host",
+}
+
+
+class Box(NamedTuple):
+    """One piece of work that is wide enough to be seen, in percent."""
+
+    left: float
+    width: float
+    title: str
+
+
+class Row(NamedTuple):
+    """A lane or a cause: its total, its wide pieces, and a path for the narrow ones."""
+
+    name: str
+    kind: str
+    total: str
+    boxes: tuple[Box, ...]
+    path: str
+
+
+class _Piece(NamedTuple):
+    start_s: float
+    end_s: float
+    about: Span | Stall
+
+
+def lanes(run: Run, side: Timeline | Measured, axis: Axis) -> list[Row]:
+    """Rows from top to bottom: the host, compute with its waits below, the copies."""
+    rows = []
+    title = _Titles(run)
+    for lane in Lane:
+        mine = [_Piece(span.start_s, span.end_s, span) for span in side.spans if span.lane is lane]
+        if mine:
+            kind = lane.value if lane in (Lane.HOST, Lane.COMPUTE) else "copies"
+            rows.append(_row(lane.value, kind, mine, axis, title))
+        if lane is Lane.COMPUTE:
+            rows += _wait_rows(run, side, axis, title)
+    return rows
+
+
+def _wait_rows(
+    run: Run, side: Timeline | Measured, axis: Axis, title: Callable[[Span | Stall], str]
+) -> Iterator[Row]:
+    found = waits(side.spans, side.stalls, serial=run.trace.device == "cpu")
+    for cause, name in _NAMES.items():
+        mine = [
+            _Piece(wait.start_s, wait.end_s, wait.stall)
+            for wait in found
+            if wait.stall.cause is cause and wait.end_s > wait.start_s
+        ]
+        if mine:
+            yield _row(name, f"wait-{cause.value}", mine, axis, title)
+
+
+def _row(
+    name: str,
+    kind: str,
+    pieces: Sequence[_Piece],
+    axis: Axis,
+    title: Callable[[Span | Stall], str],
+) -> Row:
+    pieces = sorted(pieces, key=lambda piece: piece[:2])
+    boxes: list[Box] = []
+    shares = [0.0] * COLUMNS
+    edges = [(axis.column(start), axis.column(end)) for start, end, _ in pieces]
+    for alone, (left, right), (start, end, about) in zip(_alone(edges), edges, pieces, strict=True):
+        if alone or right - left >= _NARROWEST:
+            text = f"{title(about)}, {format_seconds(end - start)}"
+            width = max(right - left, _THINNEST)
+            percent = 100 / COLUMNS
+            boxes.append(Box(round(left * percent, 2), round(width * percent, 2), text))
+        else:
+            _add(shares, left, right)
+    total = sum(piece.end_s - piece.start_s for piece in pieces)
+    return Row(name, kind, format_seconds(total), tuple(boxes), _shares_path(shares))
+
+
+def _alone(edges: Sequence[tuple[float, float]]) -> list[bool]:
+    """Whether each piece, given in order of start, has its columns for itself."""
+    reached = [-1, *accumulate((int(right) for _, right in edges), max)]
+    nexts = [*(int(left) for left, _ in edges[1:]), COLUMNS + 1]
+    return [
+        before < int(left) and int(right) < after
+        for before, (left, right), after in zip(reached[:-1], edges, nexts, strict=True)
+    ]
+
+
+def _add(shares: list[float], left: float, right: float) -> None:
+    """Add what lies between two places to the share of each column there."""
+    for column in range(int(left), min(int(right) + 1, COLUMNS)):
+        shares[column] += max(0.0, min(right, column + 1) - max(left, column))
+
+
+def _shares_path(shares: Iterable[float]) -> str:
+    """Bars from the bottom, one for each run of columns of the same height."""
+    path: list[str] = []
+    begun, height = 0, 0.0
+    for column, share in enumerate([*shares, 0.0]):
+        found = round(HEIGHT * min(max(share, _LEAST_SHARE), 1.0), 1) if share > 0 else 0.0
+        if found != height:
+            if height:
+                path.append(f"M{begun} {HEIGHT}v{number(-height)}h{column - begun}V{HEIGHT}z")
+            begun, height = column, found
+    return "".join(path)
+
+
+class _Titles:
+    """What a piece of work is called."""
+
+    def __init__(self, run: Run) -> None:
+        self._trace = run.trace
+
+    def __call__(self, about: Span | Stall) -> str:
+        if about.value >= 0:
+            return self._value(about.value)
+        if 0 <= about.op < len(self._trace.ops):
+            op = self._trace.ops[about.op]
+            return f"op {about.op} {short_name(op.name)}{_in(op.module)} ({op.phase.value})"
+        return "the end"
+
+    def _value(self, index: int) -> str:
+        value = self._trace.values[index]
+        size = format_bytes(self._trace.storages[value.storage].nbytes)
+        if not value.saves:
+            return f"value {index}, {size}"
+        save = value.saves[0]
+        saver = short_name(self._trace.ops[save.op].name)
+        return f"value {index}, {size}, saved by {saver}{_in(save.module)}"
+
+
+def _in(module: str) -> str:
+    return f" in {module}" if module else ""

@@ -1,0 +1,263 @@
+"""The page: it says what the run says, needs nothing else, and no name becomes markup."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from belady.errors import DocumentError, PlanMismatchError
+from belady.ir.files import load, save
+from belady.ir.plan import Assignment, Budget, Encode, Plan
+from belady.ir.residency import curve
+from belady.ir.run import Run
+from belady.ir.timeline import Held, Lane, Measured, TierPeak, Timeline
+from belady.ir.trace import Phase, Tier
+from belady.planners import plan as make_plan
+from belady.report.html import page
+from belady.report.html_axis import axis_of, extremes, nice_step, steps
+from belady.report.html_lanes import lanes
+from belady.report.html_memory import HEIGHT, memory
+from belady.report.html_tables import modules
+from belady.simulate import simulate
+from belady.units import format_bytes, format_seconds
+from tests.support.strategies import random_trace
+from tests.unit.report.drawn import BUDGET, CPU, GPU, MIB, recorded, run_of, runs, staged
+from tests.unit.report.pages import BAD, SPELLED, Page, misnamed
+
+
+def test_the_answer_is_the_first_thing_said() -> None:
+    told = Page(page(recorded())).text.partition("belady report")[2]
+    assert told.lstrip().startswith("It fits: a measured peak of 6.00 MiB, a budget of 64.00")
+    assert "waited" in told[:200]
+    told = Page(page(run_of())).text.partition("belady report")[2]
+    assert told.lstrip().startswith("It should fit: a predicted peak of ")
+    assert "Computation should wait" in told[:250]
+
+
+def test_over_budget_and_without_stall_are_said() -> None:
+    run = recorded(run_of(budget=5 * MIB))
+    assert "It DOES NOT FIT" in Page(page(run)).text
+    kept = run_of(policy="baseline")
+    assert "Computation should wait for no copy." in Page(page(kept)).text
+    assert "Nothing moves." in Page(page(kept)).text
+
+
+def test_measured_stands_beside_predicted_and_its_level_is_explained() -> None:
+    run = recorded()
+    assert run.measured is not None
+    run = replace(run, measured=replace(run.measured, stall_seconds=0.002, reserved_bytes=7 * MIB))
+    text = Page(page(run)).text
+    assert "measured overhead 25.0%" in text
+    assert "Measured at level 2 (every event), iterations of 10.0 ms." in text
+    assert "reserved 7.00 MiB" in text
+    assert "for a copy-in, to have the bytes" in text
+    assert "250 µs" in text
+    assert "not yet: every figure is a prediction" in Page(page(run_of())).text
+
+
+@pytest.mark.parametrize("make", [run_of, staged, recorded, lambda: run_of(hardware=CPU)])
+def test_every_lane_is_drawn_with_what_it_is_waited_for(make: Callable[[], Run]) -> None:
+    run = make()
+    labels = [drawing.get("aria-label", "") for drawing in Page(page(run)).drawings]
+    for lane in {span.lane for span in run.predicted.spans}:
+        assert any(label.startswith(f"Predicted: {lane.value},") for label in labels)
+    for lane in {span.lane for span in run.measured.spans} if run.measured else ():
+        assert any(label.startswith(f"Measured: {lane.value},") for label in labels)
+    for cause in {stall.cause.value for stall in run.predicted.stalls}:
+        assert any(f"waits for {cause}" in x or f"waits for the {cause}" in x for x in labels)
+
+
+def test_the_peak_is_named_and_pieces_of_work_have_titles() -> None:
+    run = run_of()
+    read = Page(page(run))
+    assert run.trace.locate(run.predicted.peak_op) in read.text
+    titles = [title.text or "" for title in read.drawing("Predicted: compute").iter("title")]
+    assert len(titles) == len(run.trace.ops)
+    assert titles[0].startswith("op 0 layer in layer0 (forward), ")
+
+
+@given(runs())
+def test_any_run_makes_a_page(run: Run) -> None:
+    html = page(run)
+    assert Page(html).drawings
+    assert html == page(run)
+
+
+@given(runs())
+def test_memory_is_what_the_plan_holds(run: Run) -> None:
+    drawn = memory(run, axis_of(run))
+    held = curve(run.trace, run.plan, run.hardware.allocator)
+    assert drawn is not None
+    assert sum(layer.at_peak for layer in drawn.layers) == held[run.predicted.peak_op]
+    assert drawn.peak.text == format_bytes(max(held))
+    top = min(float(y) for y in re.findall(r"[ V]([\d.]+)", drawn.layers[0].path))
+    assert top == pytest.approx(drawn.peak_y, abs=0.06)
+
+
+@given(runs())
+def test_lanes_add_up(run: Run) -> None:
+    rows = {row.name: row for row in lanes(run, run.predicted, axis_of(run))}
+    for lane in {span.lane for span in run.predicted.spans}:
+        spans = [span for span in run.predicted.spans if span.lane is lane]
+        assert rows[lane.value].total == format_seconds(sum(s.end_s - s.start_s for s in spans))
+        assert all(0 <= box.left <= 100 for box in rows[lane.value].boxes)
+
+
+@given(runs())
+def test_modules_add_up(run: Run) -> None:
+    found = modules(run)
+    forward = sum(op.device_seconds for op in run.trace.ops if op.phase is not Phase.BACKWARD)
+    assert found.total.forward_s == pytest.approx(forward)
+    assert found.total.stall_s == pytest.approx(run.predicted.stall_seconds)
+    assert found.left == 0
+
+
+def test_measured_bytes_are_a_line_where_they_were_counted() -> None:
+    run = recorded()
+    drawing = Page(page(run)).drawing("Predicted device memory")
+    assert [path for path in drawing.iter("path") if path.get("class") == "line measured"]
+    assert run.measured is not None
+    peak_alone = replace(run, measured=replace(run.measured, held=()))
+    drawing = Page(page(peak_alone)).drawing("Predicted device memory")
+    assert [line for line in drawing.iter("line") if line.get("class") == "line measured"]
+    late = replace(run, measured=replace(run.measured, held=(Held(len(run.trace.ops), 0.0, 1),)))
+    assert Page(page(late)).drawings
+
+
+def test_a_far_budget_does_not_flatten_the_rest() -> None:
+    drawn = memory(run_of(budget=1 << 50), axis_of(run_of()))
+    assert drawn is not None
+    assert drawn.levels[0].y is None
+    assert drawn.peak_y < HEIGHT / 5
+    assert "budget 1024.00 TiB, far above" in Page(page(run_of(budget=1 << 50))).text
+
+
+def test_an_encoded_value_is_away_until_it_is_decoded() -> None:
+    run = run_of(policy="baseline")
+    index = run.trace.saved[-1]
+    value = run.trace.values[index]
+    decision = Encode("bits", 8, value.first_save, value.first_read or value.dropped)
+    plan = replace(run.plan, assignments=(Assignment(index, decision, "smaller"),))
+    run = replace(run, plan=plan, predicted=simulate(run.trace, run.hardware, plan))
+    read = Page(page(run))
+    assert "encode (bits)" in read.text
+    assert [d for d in read.drawings if d.get("aria-label") == "away and back"]
+
+
+def test_what_was_not_managed_is_said() -> None:
+    run = recorded()
+    assert run.measured is not None
+    assert "Every save matched the plan." in Page(page(run)).text
+    measured = replace(run.measured, defaults=(("cannot be moved", 3),), allocation_retries=2)
+    hardware = replace(run.hardware, outside_bytes=3 * MIB)
+    text = Page(page(replace(run, measured=measured, hardware=hardware, notes=("a note",)))).text
+    assert "3 saves that did not match the plan were kept" in text
+    assert "cannot be moved: 3" in text
+    assert "in use outside torch (not in the budget): 3.00 MiB" in text
+    assert "Note: a note" in text
+    assert "The allocator had to flush its cache 2 times." in text
+
+
+def test_no_name_becomes_markup() -> None:
+    plain, read = Page(page(recorded())), Page(page(misnamed(recorded())))
+    assert sorted(set(read.names)) == sorted(set(plain.names))
+    assert read.names.count("script") == 1
+    assert not [key for _, attributes in read.tags for key in attributes if key.startswith("on")]
+    assert SPELLED in read.text
+    assert BAD.partition("\x1b")[0] in read.text
+    assert "\x1b" not in read.html
+    assert "\u202e" not in read.html
+    assert read.drawings
+
+
+@pytest.mark.parametrize("make", [run_of, recorded, lambda: misnamed(recorded())])
+def test_nothing_is_asked_of_a_network(make: Callable[[], Run]) -> None:
+    read = Page(page(make()))
+    assert not re.search(r"https?:|@import|//[a-z]", read.html)
+    assert set(re.findall(r"url\((.)", read.html)) == {"#"}
+    asking = {"src", "href", "srcset", "action", "data", "poster"}
+    assert not [tag for tag, attributes in read.tags if asking & attributes.keys()]
+    assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-" in read.html
+
+
+def test_patterns_that_are_used_exist() -> None:
+    html = page(staged())
+    used = set(re.findall(r"url\(#([\w-]+)\)", html))
+    assert used <= set(re.findall(r'<pattern id="([\w-]+)"', html))
+
+
+def test_parts_that_do_not_belong_together_are_refused() -> None:
+    run = run_of()
+    with pytest.raises(PlanMismatchError):
+        page(replace(run, plan=replace(run.plan, trace="0" * 16)))
+    with pytest.raises(DocumentError):
+        page(replace(run, predicted=replace(run.predicted, curve=(1,))))
+
+
+def test_a_run_without_ops_or_events_makes_a_page() -> None:
+    run = run_of()
+    bare = replace(run, predicted=Timeline(1.0, 1.0, (), 0))
+    assert "not measured" in Page(page(bare)).text
+    trace = replace(run.trace, ops=(), storages=(), values=(), anchors=())
+    plan = Plan(trace.fingerprint, "baseline/1", Budget(0))
+    assert "It should fit" in Page(page(Run(trace, GPU, plan, Timeline(0.0, 0.0, (), 0)))).text
+
+
+def test_extremes_of_every_column_are_kept() -> None:
+    columns = [0, 0, 0, 1, 2, 2, 2, 2]
+    heights = [5, 9, 1, 4, 2, 2, 8, 3]
+    assert extremes(columns, heights) == [1, 2, 3, 4, 6]
+
+
+def test_steps_go_level_and_then_up_or_down() -> None:
+    assert steps([(0, 1), (2, 1.04), (3.25, 0)], 7) == "M0 1H3.2V0H7"
+    assert steps([], 7) == ""
+
+
+@pytest.mark.parametrize(
+    ("least", "step"), [(0.3, 0.5), (1, 1), (2.1, 2.5), (6, 10), (0.012, 0.02)]
+)
+def test_steps_of_an_axis_are_round(least: float, step: float) -> None:
+    assert nice_step(least) == pytest.approx(step)
+
+
+@pytest.mark.slow
+def test_a_large_run_makes_a_small_page_in_time(tmp_path: Path) -> None:
+    save(large_run(), tmp_path / "run.json")
+    gc.collect()
+    gc.disable()  # as the command does
+    try:
+        # Of this process alone: others may use the processors too.
+        begun = time.process_time()
+        html = page(load(Run, tmp_path / "run.json"))
+        seconds = time.process_time() - begun
+    finally:
+        gc.enable()
+    assert seconds < 5
+    assert len(html.encode()) < 5_000_000
+    read = Page(html)
+    assert len(read.tags) < 20_000
+    assert max(len(path.get("d", "")) for d in read.drawings for path in d.iter("path")) < 60_000
+    assert "more, each with less of everything" in read.text
+
+
+def large_run() -> Run:
+    """30,000 ops, every event measured."""
+    trace = random_trace(1, 30_000)
+    plan = make_plan("floor", trace, GPU, Budget(1 << 40))
+    predicted = simulate(trace, GPU, plan)
+    copies = tuple(s for s in predicted.spans if s.lane not in (Lane.HOST, Lane.COMPUTE))
+    held = tuple(Held(op, 0.0, nbytes) for op, nbytes in enumerate(predicted.curve))
+    peaks = (TierPeak(Tier.DEVICE, BUDGET),)
+    seconds = predicted.seconds
+    measured = Measured(
+        2, seconds, (seconds,), peaks, spans=copies, stalls=predicted.stalls, held=held
+    )
+    return Run(trace, GPU, plan, predicted, measured)
