@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from belady.ir.plan import Encode, Offload
 from belady.ir.residency import intervals, tier_curve
 from belady.ir.run import Run
 from belady.ir.timeline import Lane, Measured, Span, Timeline
 from belady.ir.trace import Tier
+from belady.report.facts import decision_name
 from belady.report.merge import ALONE, Place, Profile, merged, place_in
 from belady.report.moments import Wait, require_drawable, waits
 from belady.report.tracks import CATEGORY, Event, Piece, Process, microseconds
@@ -158,15 +157,7 @@ class _Says:
                 args |= {"op": save.op, "saved_by": saver, "module": module}
                 args["phase"] = trace.ops[save.op].phase.value
                 name += f" ({module or saver})"
-            args["decision"] = self._decision(index)
+            args["decision"] = printable(decision_name(self.run.plan, index))
             args["reason"] = self._reasons.get(index, "")
             self._values[index] = name, args
         return self._values[index]
-
-    def _decision(self, value: int) -> str:
-        decision: Any = self.run.plan.decisions.get(value)
-        if isinstance(decision, Offload):
-            return f"offload to {decision.tier.value}"
-        if isinstance(decision, Encode):
-            return f"encode ({printable(decision.codec)})"
-        return "keep" if decision is None else type(decision).__name__.lower()

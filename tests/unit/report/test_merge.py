@@ -68,6 +68,7 @@ def test_a_real_profile_keeps_every_event_and_the_iteration_begins_with_a_step(r
         }
         mine = both["traceEvents"][count:]
         threads_are_stacks(mine)
+        assert all(event.get("ts", 0.0) * 8 % 1 == 0 for event in mine)
         name = f"ProfilerStep#{number or 2}"
         (moment,) = (e["ts"] for e in theirs["traceEvents"] if e["name"] == name)
         assert begin(content) == pytest.approx(moment, abs=0.125)
@@ -104,6 +105,8 @@ def test_numbers_in_use_are_left_out(tmp_path: Path) -> None:
     [
         ([metadata(), step(4, BASE + 9), step(3, BASE)], BASE + 0.0),
         ([step(3, BASE + 5), step(3, BASE)], BASE),
+        ([step(3, BASE), step(3, BASE + 5)], BASE),
+        ([{"ph": "i", "name": "x", "ts": 2.0}, {"ph": "i", "name": "x", "ts": 3.0}], 2.0),
         ([metadata(), {"ph": "i", "name": "x", "ts": 12.0, "s": "g"}], 12.0),
         ([{"ph": "X", "name": 5, "ts": "soon"}, {"ph": "X", "name": "", "ts": -4.0}], -4.0),
         ([], 0.0),

@@ -18,6 +18,7 @@ def test_a_name_that_ends_in_gz_is_compressed_the_same_every_time(tmp_path: Path
     content = (tmp_path / "a.json.gz").read_bytes()
     assert gzip.decompress(content) == b"text" * 100
     assert content == (tmp_path / "b.json.gz").read_bytes()
+    assert content[4:8] == bytes(4)  # the time in its header
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(
