@@ -41,11 +41,14 @@ class LaunchOptions:
         Whether the script is named as a module, as in ``python -m``.
     iterations
         End the script at the first call after so many iterations; None lets it run.
+    recorded
+        Whether one steady iteration is recorded event by event.
     """
 
     limits: Limits
     module: bool = False
     iterations: int | None = None
+    recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,8 @@ class _Roots:
         if self.vm is None:
             self.vm = VirtualMemory([], self._options.limits)
             self.vm.listeners.append(self._count)
+            if self._options.recorded:
+                self.vm.record()
         self.vm.add(module, args, kwargs)
         self._added.add(module)
 

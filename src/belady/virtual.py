@@ -110,6 +110,7 @@ class VirtualMemory:
         self.listeners: list[Callable[[IterationStats], None]] = []
         self._tracker = Tracker(self._set_up, self._ended)
         self._count = 0
+        self._recorded = False
         self._untold: tuple[Stage, Sample] | None = None
         # What outlives this object unless it is undone: also when it is dropped without `close`.
         self._undo = ExitStack()
@@ -156,6 +157,16 @@ class VirtualMemory:
         return self._tracker.conductor.run(
             (("belady", __version__), ("torch", str(torch.__version__)))
         )
+
+    def record(self) -> None:
+        """Record the next steady iteration that moves anything, event by event.
+
+        `run` then has the spans, stalls and bytes of it (level 2). Recording waits for the device
+        once and takes some microseconds at every save and read of that one iteration.
+        """
+        self._recorded = True
+        if self._tracker.conductor is not None:
+            self._tracker.conductor.record()
 
     def report(self) -> str:
         """Say what moved and why, and what was measured against what was predicted."""
@@ -231,4 +242,6 @@ class VirtualMemory:
         policy = self._limits.policy_for(self._budget)
         conductor = Conductor(policy, hardware, carrier, self._tracker.roots)
         self._undo.callback(conductor.close)
+        if self._recorded:
+            conductor.record()
         return conductor

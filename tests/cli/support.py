@@ -78,6 +78,7 @@ class FakeMemory:
         self.added: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
         self.listeners: list[Callable[[Any], None]] = []
         self.closed = 0
+        self.recording = False
         self._handles: list[Any] = []
         type(self).made.append(self)
 
@@ -90,6 +91,9 @@ class FakeMemory:
     def _iteration(self, *_: Any) -> None:
         for listener in self.listeners:
             listener(Stats(len(self.added)))
+
+    def record(self) -> None:
+        self.recording = True
 
     def run(self) -> Run | None:
         return self.run_document

@@ -59,6 +59,7 @@ def test_report(memory: type[FakeMemory], script: Script, tmp_path: Path) -> Non
     result = belady("run", "--budget", "8GiB", "--report", report, script(TRAIN))
     assert result.exit_code == 0
     assert load(Run, report) == a_run()
+    assert memory.made[0].recording
 
 
 def test_nothing_to_report(memory: type[FakeMemory], script: Script, tmp_path: Path) -> None:

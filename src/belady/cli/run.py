@@ -60,7 +60,7 @@ def run(
         policy=policy,
         exact=exact,
     )
-    options = LaunchOptions(limits, module=module)
+    options = LaunchOptions(limits, module=module, recorded=report is not None)
     with Progress() as progress:
         launched = run_script(command[0], command[1:], options=options, progress=progress)
     _write(launched, report)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
 from belady.measure.clock import NoClock, clock_for
+from belady.measure.events import with_events
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
 from belady.measure.observe import undisturbed
@@ -76,6 +78,7 @@ class Conductor:
         self._for_gradients = Apart(carrier.device)
         self._gradients = Gradients(self._for_gradients.copy, policy.budget.device_bytes)
         self._for_state = Apart(carrier.device)
+        self._recording = False
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def close(self) -> None:
@@ -83,6 +86,10 @@ class Conductor:
         self._gradients.close()
         self._for_gradients.close()
         self._for_state.close()
+
+    def record(self) -> None:
+        """Take down every event of the next steady iteration that moves anything."""
+        self._recording = True
 
     def stepped(self, iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, so that its state exists."""
@@ -120,7 +127,11 @@ class Conductor:
             kind.engine.on_bring = None if observation is None else _telling(observation)
         expected = kind.passes if kind.current is not None else ()
         iteration = Iteration(self._floor, kind.engine, expected, observation)
-        iteration.begin(self._monitor, level=int(kind.stage is not Stage.STEADY))
+        steady = kind.stage is Stage.STEADY
+        recorded = steady and self._recording and kind.engine is not None
+        sample = iteration.begin(self._monitor, level=2 if recorded else int(not steady))
+        if kind.engine is not None:
+            kind.engine.on_anchor = sample.tape.anchor if sample.tape is not None else None
         return iteration
 
     def finish(self, iteration: Iteration) -> tuple[Stage, Sample]:
@@ -142,12 +153,19 @@ class Conductor:
                 kind.observe_again()
         else:
             kind.deviations = 0
+            self._take_down(kind, sample)
             watched = iteration.observation
             peak = watched.peak_bytes(self._round_bytes) if watched is not None else 0
             self._planning.iteration_ended(kind, sample, peak)
         if kind.current is not None:
             self._latest = kind
         return stage, sample
+
+    def _take_down(self, kind: Kind, sample: Sample) -> None:
+        trial = kind.current
+        if sample.tape is not None and trial is not None and trial.measured is not None:
+            kind.current = replace(trial, measured=with_events(trial.measured, sample.tape))
+            self._recording = False
 
     def run(self, versions: tuple[tuple[str, str], ...]) -> Run | None:
         """Everything known of the kind of iteration that ran last under a plan, or None."""

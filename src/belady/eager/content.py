@@ -33,12 +33,15 @@ class Moved:
         Reads in backward that are still to come, where a plan knows them.
     given
         Witnesses of the tensors handed out on the present bytes, and their versions.
+    label
+        What records call the bytes: the number of the value in the trace.
     """
 
     def __init__(self, tensor: torch.Tensor, start: int, stop: int, carrier: Carrier) -> None:
         self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.unread = 0
+        self.label = -1
         self.given: list[tuple[torch.Tensor, int]] = []
         self.skipped_bytes = start
         self.carrier = carrier
@@ -61,7 +64,7 @@ class Moved:
         """
         if self.parcel is None and self.source is not None:
             with unseen(), torch.cuda.stream(self._producer):
-                self.parcel = self.carrier.send(self.source, tier)
+                self.parcel = self.carrier.send(self.source, tier, self.label)
 
     def free(self) -> None:
         """Make compute wait for the copy-out and let go of the original."""

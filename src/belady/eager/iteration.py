@@ -59,7 +59,7 @@ class Iteration:
         self._entered = 0.0
         self._host_seconds = 0.0
 
-    def begin(self, monitor: Monitor, level: int) -> None:
+    def begin(self, monitor: Monitor, level: int) -> Sample:
         """The first pass is about to be entered."""
         if self._engine is not None:
             self._engine.start_iteration()
@@ -67,6 +67,7 @@ class Iteration:
             self.observation.start()
         self._monitor = monitor
         self._sample = monitor.begin(level)
+        return self._sample
 
     def enter(self, key: Key, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
         """A root is called: put the hooks of this pass on."""

@@ -7,6 +7,7 @@ stays for good; the memory around them is in pieces from then on.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,6 +39,7 @@ class Gradients:
         self._most = int(budget_bytes * _SHARE)
         self._hooks: dict[int, _Hook] = {}
         self._active = False
+        self._alone = _alone()
 
     def attach(self, modules: Iterable[torch.nn.Module]) -> None:
         """Move the gradients of ``modules`` from now on, unless they are too large together."""
@@ -60,9 +62,12 @@ class Gradients:
         for hook in hooks.values():
             hook.handle.remove()
 
-    def placed(self, grad: torch.Tensor) -> torch.Tensor | None:
+    def placed(self, grad: torch.Tensor, references: tuple[int, int]) -> torch.Tensor | None:
         """A copy of ``grad`` in its place; None when it has to stay."""
-        return self._place(grad) if self._active and _owns_its_bytes(grad) else None
+        # Whoever else has it (a list of the user's, a collective under way) would go on with the
+        # one that was left.
+        alone = references == self._alone
+        return self._place(grad) if self._active and alone and _owns_its_bytes(grad) else None
 
 
 def settle_state(optimizer: torch.optim.Optimizer, place: Place) -> None:
@@ -89,7 +94,7 @@ class _Hook:
         # A gradient that is added to is in its place already.
         if owner is None or grad is None or grad is self._latest():
             return
-        placed = owner.placed(grad)
+        placed = owner.placed(grad, _references(grad))
         if placed is not None:
             parameter.grad = placed
             self._latest = weakref.ref(placed)
@@ -99,6 +104,7 @@ def _followed(parameter: torch.Tensor) -> bool:
     return (
         type(parameter) is torch.nn.Parameter
         and parameter.requires_grad
+        and parameter.is_leaf
         and parameter.layout is torch.strided
         and parameter.nbytes > _LARGE
     )
@@ -111,4 +117,24 @@ def _owns_its_bytes(tensor: torch.Tensor) -> bool:
         and not tensor.requires_grad
         and tensor.layout is torch.strided
         and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and _tensors_on(tensor.untyped_storage()) == 1
     )
+
+
+def _tensors_on(storage: torch.UntypedStorage) -> int:
+    """How many tensors have these bytes; the object at hand is one more user of them."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many refer to the Python object, and to the tensor behind it."""
+    return sys.getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
+
+
+def _alone() -> tuple[int, int]:
+    """`_references` of a gradient that only its parameter has: Python and torch have a part."""
+    parameter = torch.zeros(1, device="cpu", requires_grad=True)
+    parameter.grad = torch.zeros(1, device="cpu")
+    grad = parameter.grad
+    return _references(grad)

@@ -65,6 +65,8 @@ class Planned:
         The same, in the iteration under way.
     on_bring
         Called with a content whose bytes have just been asked back (for measuring).
+    on_anchor
+        Called with the boundary at which the engine gets control (for measuring).
 
     Raises
     ------
@@ -89,6 +91,7 @@ class Planned:
         self.defaults: Counter[str] = Counter()
         self._iteration = 0
         self.on_bring: Callable[[Moved], None] | None = None
+        self.on_anchor: Callable[[int], None] | None = None
         self.start_iteration()
 
     def start_iteration(self) -> None:
@@ -123,6 +126,8 @@ class Planned:
         if entry is None or not _matches(tensor, entry):
             self._default("save not in the plan")
             return _PlannedKept(tensor, -1, 0)
+        if self.on_anchor is not None:
+            self.on_anchor(entry.boundary)
         handle = self._managed(tensor, entry) if entry.decision is not None else None
         if self._cursor < len(self._actions):
             # What is due at a boundary waits for all that is saved there.
@@ -132,8 +137,11 @@ class Planned:
     def unpack(self, handle: Any) -> torch.Tensor:
         """Give a saved tensor back: the unpack hook."""
         # A graph of an earlier iteration may be read late: its boundaries say nothing of this one.
-        if handle.iteration == self._iteration and self._cursor < len(self._actions):
-            self._advance(handle.read)
+        if handle.iteration == self._iteration:
+            if self.on_anchor is not None:
+                self.on_anchor(handle.read)
+            if self._cursor < len(self._actions):
+                self._advance(handle.read)
         tensor: torch.Tensor = handle.take()
         return tensor
 
@@ -171,7 +179,9 @@ class Planned:
 
     def _make(self, tensor: torch.Tensor, entry: _Entry) -> Moved | Packed | None:
         if isinstance(entry.decision, Offload):
-            return Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
+            moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
+            moved.label = entry.value
+            return moved
         packed = Packed.of(tensor)
         if packed is None:
             self._default("encoding gains nothing")

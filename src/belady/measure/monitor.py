@@ -2,6 +2,8 @@
 
 Level 0 takes two events an iteration and is on always. Level 1 also resets the allocator's peak
 statistics at the start of an iteration and times every wait; it is on while a plan is verified.
+Level 2 also takes down every copy, wait and anchor; it is on for an iteration when asked for, waits
+for the device first and takes some microseconds an anchor.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from belady.ir.timeline import Measured, Moved, TierPeak
 from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
+from belady.memory.tape import END, Tape
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class Sample:
     stall_seconds: float = 0.0
     moved: tuple[Moved, ...] = ()
     host_seconds: float = 0.0
+    tape: Tape | None = None
 
     @property
     def seconds(self) -> float:
@@ -57,17 +61,21 @@ class Monitor:
     def begin(self, level: int) -> Sample:
         """An iteration begins."""
         self._level = level
+        tape = self.carrier.record() if level == 2 else None
         if level:
             self.carrier.measure_stalls = True
             self.carrier.reset_counters()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._retries = _retries(self.device)
-        return Sample(self._now())
+        return Sample(self._now(), tape=tape)
 
     def end(self, sample: Sample) -> Sample:
         """It ended."""
         sample.ended = self._now()
+        if sample.tape is not None:
+            sample.tape.anchor(END)
+        self.carrier.stop_recording()
         if self._level:
             self._count(sample)
             self.carrier.measure_stalls = self.device.type != "cuda"
@@ -75,6 +83,7 @@ class Monitor:
 
     def cancel(self) -> None:
         """The iteration came to nothing: stop timing waits."""
+        self.carrier.stop_recording()
         self.carrier.measure_stalls = self.device.type != "cuda"
 
     def _count(self, sample: Sample) -> None:

@@ -14,6 +14,7 @@ from belady.memory.meter import Meter
 from belady.memory.parcels import Arrival, DirectParcel, HostParcel, Hub, Parcel
 from belady.memory.slab import HostArena
 from belady.memory.staging import StagedParcel, Staging, staging_bytes
+from belady.memory.tape import Tape
 
 __all__ = ["Arrival", "Carrier", "Parcel"]
 
@@ -95,7 +96,7 @@ class Carrier:
         self._hub.sweep()
         self._arena.reserve(host_bytes)
 
-    def send(self, source: torch.Tensor, tier: Tier) -> Parcel:
+    def send(self, source: torch.Tensor, tier: Tier, label: int = -1) -> Parcel:
         """Start to copy ``source`` out, after what the current compute stream does so far.
 
         Parameters
@@ -105,6 +106,8 @@ class Carrier:
             before `Parcel.wait_sent`; the parcel keeps it alive until then.
         tier
             HOST or DISK.
+        label
+            What records call the bytes.
 
         Raises
         ------
@@ -120,14 +123,14 @@ class Carrier:
         self._check(source)
         self._hub.sweep()
         if tier is Tier.HOST:
-            return HostParcel(self._hub, self._arena, source)
+            return HostParcel(self._hub, self._arena, source, label)
         if tier is not Tier.DISK:
             raise ValueError(f"a carrier sends to host or disk, not to {tier}")
         with self._lock:
             disk, staging = self._open_disk()
         if staging is None:
-            return DirectParcel(self._hub, disk, source)
-        return StagedParcel(self._hub, staging, source)
+            return DirectParcel(self._hub, disk, source, label)
+        return StagedParcel(self._hub, staging, source, label)
 
     def sweep(self) -> None:
         """Give back what was released or dropped, now; every call that takes room does it.
@@ -162,6 +165,17 @@ class Carrier:
         On a CUDA device it blocks until the device has passed the last wait.
         """
         return self._meter.stalls()
+
+    def record(self) -> Tape:
+        """Take down every copy and wait from now on; waits for the device first."""
+        self._lanes.timed = True
+        self._meter.tape = tape = Tape(self._lanes)
+        return tape
+
+    def stop_recording(self) -> None:
+        """Take nothing down from now on. Idempotent."""
+        self._lanes.timed = False
+        self._meter.tape = None
 
     def reset_counters(self) -> None:
         """Set counters and stalls to zero and peaks to what is held now."""

@@ -231,6 +231,7 @@ class DiskStore:
 
 def _run(ticket: Ticket, work: Work, offset: int, part: slice) -> None:
     error: BaseException | None = None
+    ticket.begin_part()
     try:
         # The ticket alone holds the bytes, and lets go of them before a waiter goes on: memory
         # that a worker would let go of a moment later would die at another op in every iteration.

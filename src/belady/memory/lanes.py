@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -29,10 +29,13 @@ class Fence:
         Lane on which the point lies.
     order
         Position among the fences of that lane: passing a later one implies the earlier.
+    ticks
+        Moments at which the copy that it ends began and ended, if they were asked for.
     """
 
     lane: Lane
     order: int
+    ticks: tuple[object, object] | None = field(default=None, kw_only=True, compare=False)
 
     def synchronize(self) -> None:
         """Block the calling thread until the point has passed."""
@@ -59,6 +62,8 @@ class Lanes(ABC):
         The device, with its index.
     addressable
         Whether the operating system can read and write the memory of the device directly.
+    timed
+        Whether copies are bracketed by ticks, which takes two events for each.
     """
 
     addressable: bool
@@ -69,6 +74,7 @@ class Lanes(ABC):
         # thread and a disk worker share the copy streams.
         self._lock = threading.Lock()
         self._orders = count()
+        self.timed = False
 
     @abstractmethod
     def present(self) -> Fence:
@@ -80,8 +86,9 @@ class Lanes(ABC):
     ) -> Fence:
         """Issue a copy on ``lane`` (COPY_OUT or COPY_IN) that starts after ``after``.
 
-        Both tensors are one-dimensional and must stay alive until the fence returned has
-        passed, or until a stream that reuses their memory has been told to wait for it.
+        Its fence has ticks while lanes are timed. Both tensors are one-dimensional and must stay
+        alive until the fence returned has passed, or until a stream that reuses their memory has
+        been told to wait for it.
         """
 
     @abstractmethod
@@ -124,8 +131,9 @@ class CpuLanes(Lanes):
         """Copy now."""
         for fence in after:
             fence.synchronize()
+        begun = self.tick()
         target.copy_(source)
-        return Fence(lane, next(self._orders))
+        return Fence(lane, next(self._orders), ticks=(begun, self.tick()))
 
     def wait(self, fence: Fence, home: Fence) -> None:
         """Let a fence of other lanes pass; one of these has."""
@@ -175,8 +183,10 @@ class CudaLanes(Lanes):
             for fence in after:
                 stream.wait_event(_cuda(fence).event)
             with torch.cuda.stream(stream):
+                begun = self.tick() if self.timed else None
                 self.enqueue(target, source)
-            return self._record(lane, stream)
+                ticks = None if begun is None else (begun, self.tick())
+            return self._record(lane, stream, ticks)
 
     def enqueue(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Put one copy on the current stream; tests override it to make copies late."""
@@ -212,11 +222,13 @@ class CudaLanes(Lanes):
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    def _record(self, lane: Lane, stream: torch.cuda.Stream) -> CudaFence:
+    def _record(
+        self, lane: Lane, stream: torch.cuda.Stream, ticks: tuple[object, object] | None = None
+    ) -> CudaFence:
         # `blocking`: a disk worker that synchronizes must sleep, not spin on a core.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
-        return CudaFence(lane, next(self._orders), event, stream)
+        return CudaFence(lane, next(self._orders), event, stream, ticks=ticks)
 
 
 def _cuda(fence: Fence) -> CudaFence:

@@ -8,13 +8,20 @@ from contextlib import contextmanager
 
 from belady.ir.timeline import Lane, Moved
 from belady.memory.lanes import Lanes
+from belady.memory.tape import Tape
 
 COPYING = (Lane.COPY_OUT, Lane.COPY_IN, Lane.DISK_WRITE, Lane.DISK_READ)
 _MOST_PENDING = 4096
 
 
 class Meter:
-    """Counts bytes and copies by lane, and times stalls while ``enabled``. Thread-safe."""
+    """Counts bytes and copies by lane, and times stalls while ``enabled``. Thread-safe.
+
+    Attributes
+    ----------
+    tape
+        Takes down every event, where there is one.
+    """
 
     def __init__(self, lanes: Lanes, enabled: bool) -> None:
         self.enabled = enabled
@@ -22,23 +29,30 @@ class Meter:
         self._moved = {lane: Moved(lane, 0, 0) for lane in COPYING}
         self._stalls = dict.fromkeys(COPYING, 0.0)
         self._pending: list[tuple[Lane, object, object]] = []
+        self.tape: Tape | None = None
         self._lock = threading.Lock()
 
-    def count(self, lane: Lane, nbytes: int) -> None:
-        """Note one copy of ``nbytes`` bytes."""
+    def count(
+        self, lane: Lane, nbytes: int, label: int = -1, ends: tuple[object, object] | None = None
+    ) -> None:
+        """Note one copy of ``nbytes`` bytes, and its ends where they are known."""
+        if self.tape is not None and ends is not None:
+            self.tape.copied(lane, label, nbytes, ends)
         with self._lock:
             so_far = self._moved[lane]
             self._moved[lane] = Moved(lane, so_far.nbytes + nbytes, so_far.copies + 1)
 
     @contextmanager
-    def stall(self, lane: Lane) -> Iterator[None]:
-        """Time the body as computation waiting for ``lane``."""
+    def stall(self, lane: Lane, label: int = -1) -> Iterator[None]:
+        """Time the body as computation waiting for ``lane``; ``label`` says for what."""
         if not self.enabled:
             yield
             return
         start = self._lanes.tick()
         yield
         end = self._lanes.tick()
+        if self.tape is not None:
+            self.tape.waited(lane, label, (start, end))
         with self._lock:
             self._pending.append((lane, start, end))
             if len(self._pending) > _MOST_PENDING:

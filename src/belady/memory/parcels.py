@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -43,11 +44,16 @@ class Hub:
             raise TierError("the carrier is closed")
 
     def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
+        self,
+        lane: Lane,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Iterable[Fence],
+        label: int = -1,
     ) -> Fence:
         """Issue a copy and count it."""
         fence = self.lanes.copy(lane, target, source, after)
-        self.meter.count(lane, target.numel())
+        self.meter.count(lane, target.numel(), label, fence.ticks)
         return fence
 
     def landing(self, nbytes: int) -> tuple[torch.Tensor, Fence]:
@@ -87,8 +93,10 @@ class Arrival:
         tensor: torch.Tensor,
         home: Fence,
         issued: Callable[[], Fence],
+        label: int = -1,
     ) -> None:
         self.tensor = tensor
+        self._label = label
         self._hub = hub
         self._lane = lane
         self._home = home
@@ -106,7 +114,7 @@ class Arrival:
         SpillError
             If reading or writing the spilled bytes failed.
         """
-        with self._hub.meter.stall(self._lane):
+        with self._hub.meter.stall(self._lane, self._label):
             fence = self._issued()
             self._hub.lanes.wait(fence, self._home)
         self._waited = True
@@ -136,13 +144,16 @@ class Parcel(ABC):
         Bytes sent.
     tier
         Where they are kept.
+    label
+        What records call them.
     """
 
     # Until a constructor has succeeded there is nothing to release.
     _released = True
 
-    def __init__(self, hub: Hub, tier: Tier, source: torch.Tensor, home: Fence) -> None:
+    def __init__(self, hub: Hub, tier: Tier, source: torch.Tensor, home: Fence, label: int) -> None:
         self.nbytes = source.numel()
+        self.label = label
         self.tier = tier
         self._hub = hub
         self._home = home
@@ -205,30 +216,32 @@ class Parcel(ABC):
 class HostParcel(Parcel):
     """Bytes in a block of host memory."""
 
-    def __init__(self, hub: Hub, arena: HostArena, source: torch.Tensor) -> None:
+    def __init__(self, hub: Hub, arena: HostArena, source: torch.Tensor, label: int = -1) -> None:
         block = arena.alloc(source.numel())
         try:
             home = hub.lanes.present()
-            self._sent = hub.copy(Lane.COPY_OUT, block.tensor, source, (home, *block.fences))
+            after = (home, *block.fences)
+            self._sent = hub.copy(Lane.COPY_OUT, block.tensor, source, after, label)
         except BaseException:
             give_back(hub, arena, block)
             raise
         self._arena = arena
         self._block = block
         self._fences: tuple[Fence, ...] = (self._sent,)
-        super().__init__(hub, Tier.HOST, source, home)
+        super().__init__(hub, Tier.HOST, source, home, label)
 
     def wait_sent(self) -> None:
         """Order the compute stream after the copy-out."""
-        with self._hub.meter.stall(Lane.COPY_OUT):
+        with self._hub.meter.stall(Lane.COPY_OUT, self.label):
             self._hub.lanes.wait(self._sent, self._home)
         self._source = None
 
     def _fetch(self) -> Arrival:
         target, home = self._hub.landing(self.nbytes)
-        landed = self._hub.copy(Lane.COPY_IN, target, self._block.tensor, (home, self._sent))
+        after = (home, self._sent)
+        landed = self._hub.copy(Lane.COPY_IN, target, self._block.tensor, after, self.label)
         self._fences = latest((*self._fences, landed))
-        return Arrival(self._hub, Lane.COPY_IN, target, home, lambda: landed)
+        return Arrival(self._hub, Lane.COPY_IN, target, home, lambda: landed, self.label)
 
     def _release(self) -> None:
         if self._source is not None:
@@ -239,7 +252,7 @@ class HostParcel(Parcel):
 class DirectParcel(Parcel):
     """Bytes on disk, written and read by the system straight from and to the device."""
 
-    def __init__(self, hub: Hub, disk: DiskStore, source: torch.Tensor) -> None:
+    def __init__(self, hub: Hub, disk: DiskStore, source: torch.Tensor, label: int = -1) -> None:
         home = hub.lanes.present()
         self._disk = disk
         self._extent = disk.allocate(source.numel())
@@ -248,20 +261,22 @@ class DirectParcel(Parcel):
         except BaseException:
             disk.free(self._extent)
             raise
-        hub.meter.count(Lane.DISK_WRITE, source.numel())
-        super().__init__(hub, Tier.DISK, source, home)
+        ends = (self._written, self._written)
+        hub.meter.count(Lane.DISK_WRITE, source.numel(), label, ends)
+        super().__init__(hub, Tier.DISK, source, home, label)
 
     def wait_sent(self) -> None:
         """Block until the bytes are on disk."""
-        with self._hub.meter.stall(Lane.DISK_WRITE):
+        with self._hub.meter.stall(Lane.DISK_WRITE, self.label):
             self._written.wait()
         self._source = None
 
     def _fetch(self) -> Arrival:
         target, home = self._hub.landing(self.nbytes)
         ticket = self._disk.read(self._extent, target)
-        self._hub.meter.count(Lane.DISK_READ, self.nbytes)
-        return Arrival(self._hub, Lane.DISK_READ, target, home, lambda: _landed(ticket, home))
+        self._hub.meter.count(Lane.DISK_READ, self.nbytes, self.label, (ticket, ticket))
+        landed = functools.partial(_landed, ticket, home)
+        return Arrival(self._hub, Lane.DISK_READ, target, home, landed, self.label)
 
     def _release(self) -> None:
         self._disk.free(self._extent)

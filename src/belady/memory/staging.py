@@ -73,19 +73,19 @@ class Staging:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="belady-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="belady-reader")
 
-    def send(self, part: torch.Tensor, extent: Extent, home: Fence) -> Piece:
+    def send(self, part: torch.Tensor, extent: Extent, home: Fence, label: int) -> Piece:
         """Issue the copy-out of one piece and queue its way to disk; waits for a free slot."""
-        with self._hub.meter.stall(Lane.DISK_WRITE):
+        with self._hub.meter.stall(Lane.DISK_WRITE, label):
             slot = self._take(part.numel(), spare=self.piece_bytes)
         try:
             after = (home, *slot.room.fences)
-            sent = self._hub.copy(Lane.COPY_OUT, slot.tensor, part, after)
-            queued = self._writer.submit(self._write, slot, extent, sent)
+            sent = self._hub.copy(Lane.COPY_OUT, slot.tensor, part, after, label)
+            queued = self._writer.submit(self._write, slot, extent, sent, label)
         except BaseException:
             self._hub.lanes.drain()
             self._give(slot)
             raise
-        return Piece(extent, sent, queued)
+        return Piece(extent, sent, queued, label)
 
     def fetch(self, pieces: list[Piece], target: torch.Tensor, home: Fence) -> Future[Fence]:
         """Queue the way of all pieces back; the result is the fence of the last copy-in."""
@@ -96,14 +96,14 @@ class Staging:
         self._writer.shutdown(wait=True)
         self._reader.shutdown(wait=True)
 
-    def _write(self, slot: Slot, extent: Extent, sent: Fence) -> None:
+    def _write(self, slot: Slot, extent: Extent, sent: Fence, label: int) -> None:
         try:
             sent.synchronize()
             ticket = self.disk.write(slot.tensor, extent)
         except BaseException:
             self._give(slot, (sent,))
             raise
-        self._hub.meter.count(Lane.DISK_WRITE, extent.nbytes)
+        self._hub.meter.count(Lane.DISK_WRITE, extent.nbytes, label, (ticket, ticket))
         ticket.on_end(lambda: self._give(slot))
 
     def _read(self, pieces: list[Piece], target: torch.Tensor, home: Fence) -> Fence:
@@ -126,9 +126,10 @@ class Staging:
             # The system writes the slot now, and no stream orders it after older copies.
             for fence in slot.room.fences:
                 fence.synchronize()
-            self.disk.read(piece.extent, slot.tensor).wait()
-            self._hub.meter.count(Lane.DISK_READ, part.numel())
-            landed = self._hub.copy(Lane.COPY_IN, part, slot.tensor, (home,))
+            ticket = self.disk.read(piece.extent, slot.tensor)
+            ticket.wait()
+            self._hub.meter.count(Lane.DISK_READ, part.numel(), piece.label, (ticket, ticket))
+            landed = self._hub.copy(Lane.COPY_IN, part, slot.tensor, (home,), piece.label)
         except BaseException:
             self._hub.lanes.drain()
             self._give(slot)
@@ -159,6 +160,7 @@ class Piece:
     extent: Extent
     sent: Fence
     queued: Future[None]
+    label: int
 
     def check(self) -> None:
         """Raise what is known to have gone wrong on the way to disk."""
@@ -176,7 +178,7 @@ class Piece:
 class StagedParcel(Parcel):
     """Bytes on disk that passed through staging."""
 
-    def __init__(self, hub: Hub, staging: Staging, source: torch.Tensor) -> None:
+    def __init__(self, hub: Hub, staging: Staging, source: torch.Tensor, label: int = -1) -> None:
         home = hub.lanes.present()
         self._staging = staging
         self._pieces: list[Piece] = []
@@ -188,19 +190,19 @@ class StagedParcel(Parcel):
             # All room first: a full disk is then known before anything is copied.
             extents.extend(staging.disk.allocate(part.numel()) for part in parts)
             for part, extent in zip(parts, extents, strict=True):
-                self._pieces.append(staging.send(part, extent, home))
+                self._pieces.append(staging.send(part, extent, home, label))
         except BaseException:
             for piece in self._pieces:
                 piece.settle()
             free_all(staging.disk, extents)
             raise
-        super().__init__(hub, Tier.DISK, source, home)
+        super().__init__(hub, Tier.DISK, source, home, label)
 
     def wait_sent(self) -> None:
         """Order the compute stream after the copy-out of the last piece."""
         for piece in self._pieces:
             piece.check()
-        with self._hub.meter.stall(Lane.COPY_OUT):
+        with self._hub.meter.stall(Lane.COPY_OUT, self.label):
             for piece in self._pieces[-1:]:
                 self._hub.lanes.wait(piece.sent, self._home)
         self._source = None
@@ -209,7 +211,7 @@ class StagedParcel(Parcel):
         target, home = self._hub.landing(self.nbytes)
         landed = self._staging.fetch(self._pieces, target, home)
         self._arrivals = [*(it for it in self._arrivals if not it.done()), landed]
-        return Arrival(self._hub, Lane.DISK_READ, target, home, landed.result)
+        return Arrival(self._hub, Lane.DISK_READ, target, home, landed.result, self.label)
 
     def _release(self) -> None:
         if self._source is not None:

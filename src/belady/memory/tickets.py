@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from belady.errors import SpillError
@@ -24,14 +25,18 @@ class Ticket:
         The bytes in memory; None once all parts have ended.
     error
         The first thing that went wrong in a part that has ended.
+    begun, over
+        The host's clock when the first part began and when the last one ended.
     """
 
     def __init__(self, what: str, extent: Extent, parts: int, data: Any = None) -> None:
         self.extent = extent
         self.data = data
         self.error: BaseException | None = None
+        self.begun = self.over = perf_counter()
         self._what = what
         self._left = parts
+        self._untouched = True
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -71,6 +76,12 @@ class Ticket:
                 return
         callback()
 
+    def begin_part(self) -> None:
+        """Note that a part begins."""
+        if self._untouched:
+            self._untouched = False
+            self.begun = perf_counter()
+
     def end_part(self, error: BaseException | None = None) -> None:
         """Note that a part has ended."""
         with self._lock:
@@ -78,6 +89,7 @@ class Ticket:
             self.error = self.error or error
             if self._left:
                 return
+        self.over = perf_counter()
         self.data = None
         try:
             for callback in self._callbacks:
