@@ -73,7 +73,7 @@ def _draw(process: Process, says: _Says, side: Timeline | Measured) -> None:
     run = says.run
     lanes: dict[Lane, list[Piece]] = {lane: [] for lane in Lane}
     for span in side.spans:
-        lanes[span.lane].append(says.span(span))
+        lanes[span.lane].append(says.span(span, alone=isinstance(side, Timeline)))
     found = waits(side.spans, side.stalls, serial=run.trace.device == "cpu")
     process.track(Lane.HOST.value, "issue", lanes[Lane.HOST])
     process.track(Lane.COMPUTE.value, "work", lanes[Lane.COMPUTE])
@@ -110,14 +110,16 @@ class _Says:
         self._ops: dict[int, tuple[str, Event]] = {}
         self._values: dict[int, tuple[str, Event]] = {}
 
-    def span(self, span: Span) -> Piece:
-        """Work on a lane."""
+    def span(self, span: Span, *, alone: bool) -> Piece:
+        """Work on a lane; not ``alone``, its op is the first of those up to the next anchor."""
         if span.value >= 0:
             name, args = self._value(span.value)
             flow = -1 if span.lane in (Lane.HOST, Lane.COMPUTE) else span.value
             return Piece(span.start_s, span.end_s, name, args, flow)
         name, args = self._op(span.op) if span.op >= 0 else (span.lane.value, {})
-        if span.lane is Lane.HOST:
+        if not alone:
+            name, args = f"from {name}", {"from_op": span.op}
+        elif span.lane is Lane.HOST:
             # All that is known of an op stands where it runs.
             args = {"op": span.op}
         return Piece(span.start_s, span.end_s, name, args)

@@ -182,6 +182,18 @@ def test_a_recorded_iteration_is_a_process_of_its_own() -> None:
     assert pid_of(events, "measured") != pid_of(events, "predicted")
 
 
+def test_recorded_compute_names_the_op_that_it_began_with() -> None:
+    run = recorded()
+    assert run.measured is not None
+    spans = (Span(Lane.COMPUTE, 0.0, 0.004, op=3), Span(Lane.COMPUTE, 0.004, 0.01, op=-1))
+    seen = replace(run.measured, spans=spans, stalls=())
+    first, second = ours(events_of(chrome_trace(replace(run, measured=seen))), "measured")[
+        "compute"
+    ]
+    assert (first["name"], first["args"]) == ("from layer (layer3)", {"from_op": 3})
+    assert second["name"] == "from compute"
+
+
 def test_what_was_not_recorded_is_no_process() -> None:
     run = recorded()
     assert run.measured is not None
