@@ -43,7 +43,7 @@ def measure(
     with TemporaryFile("w+") as given, TemporaryFile("w+") as errors:
         given.write(json.dumps(request))
         given.seek(0)
-        child = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "benchmarks.child"],
             stdin=given,
             stdout=subprocess.PIPE,
@@ -51,18 +51,19 @@ def measure(
             text=True,
             cwd=_ROOT,
             env=_environment(),
-        )
-        killer = threading.Timer(seconds, child.kill)
-        killer.start()
-        try:
-            for line in child.stdout or ():
-                if line.startswith('{"workload"'):
-                    keep(json.loads(line))
-                    todo.pop(0)
-        finally:
-            killer.cancel()
-            child.kill()
-            status = child.wait()
+        ) as child:
+            killer = threading.Timer(seconds, child.kill)
+            killer.start()
+            try:
+                for line in child.stdout or ():
+                    if line.startswith('{"workload"'):
+                        keep(json.loads(line))
+                        todo.pop(0)
+                child.wait()
+            finally:
+                killer.cancel()
+                child.kill()
+        status = child.returncode
         errors.seek(0)
         end = errors.read()[-_ERROR_END:]
     ended = f"the process ended with {status}: {end}"

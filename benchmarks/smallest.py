@@ -76,6 +76,6 @@ def smallest_cap(
         if search.high or search.passes(high):
             break
         high = high * 3 // 2
-    while search.high and search.high - search.low > TOLERANCE * search.high:
+    while search.high and search.high - search.low > max(1, TOLERANCE * search.high):
         search.passes((search.low + search.high) // 2)
     return search
