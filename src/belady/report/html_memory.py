@@ -84,7 +84,7 @@ def memory(run: Run, axis: Axis) -> Memory | None:
     totals = stack[-1]
     at = min(max(run.predicted.peak_op, 0), len(totals) - 1)
     scale = _Scale(_ceiling(run, max(totals)))
-    chosen = _chosen(totals, at, axis)
+    chosen = _chosen(totals, axis)
     columns = [axis.column(axis.starts[op]) for op in chosen]
     right = axis.column(axis.starts[-1])
     levels = tuple(_levels(run, scale))
@@ -128,10 +128,10 @@ def _stack(run: Run) -> tuple[list[str], list[list[int]]]:
     return list(rows), list(sums)
 
 
-def _chosen(totals: Sequence[int], peak: int, axis: Axis) -> list[int]:
+def _chosen(totals: Sequence[int], axis: Axis) -> list[int]:
     """Ops that are drawn."""
     columns = [int(axis.column(start)) for start in axis.starts[:-1]]
-    return sorted({0, peak, *extremes(columns, totals)})
+    return sorted({0, *extremes(columns, totals)})
 
 
 class _Scale:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from belady.ir.plan import Encode, Offload
 from belady.ir.residency import away, reload_end
 from belady.ir.run import Run
-from belady.ir.timeline import Cause, Measured, Timeline
+from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Phase
 from belady.report.facts import ABSENT, Saved, largest
 from belady.report.html_axis import Axis
@@ -144,7 +144,7 @@ def _count_values(run: Run, found: dict[str, ModuleRow]) -> None:
 def _count_stalls(run: Run, side: Timeline | Measured, found: dict[str, ModuleRow]) -> None:
     """Charge each wait for a copy to the module that saved what was copied."""
     for stall in side.stalls:
-        if stall.cause is not Cause.HOST and stall.value >= 0:
+        if stall.value >= 0:
             saves = run.trace.values[stall.value].saves
             _row(found, saves[0].module if saves else "").stall_s += stall.seconds
 

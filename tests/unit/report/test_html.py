@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,22 @@ from hypothesis import given
 
 from belady.errors import DocumentError, PlanMismatchError
 from belady.ir.files import load, save
-from belady.ir.plan import Assignment, Budget, Encode, Plan
-from belady.ir.residency import curve
+from belady.ir.plan import Assignment, Budget, Encode, Offload, Plan
+from belady.ir.residency import away, curve
 from belady.ir.run import Run
-from belady.ir.timeline import Held, Lane, Measured, TierPeak, Timeline
+from belady.ir.timeline import Held, Lane, Measured, Span, TierPeak, Timeline
 from belady.ir.trace import Phase, Tier
 from belady.planners import plan as make_plan
+from belady.report.facts import held_at_peak
 from belady.report.html import page
-from belady.report.html_axis import axis_of, extremes, nice_step, steps
+from belady.report.html_axis import Axis, axis_of, extremes, nice_step, steps
+from belady.report.html_lanes import HEIGHT as LANE_HEIGHT
 from belady.report.html_lanes import lanes
 from belady.report.html_memory import HEIGHT, memory
-from belady.report.html_tables import modules
+from belady.report.html_tables import lives, modules
 from belady.simulate import simulate
 from belady.units import format_bytes, format_seconds
+from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import random_trace
 from tests.unit.report.drawn import BUDGET, CPU, GPU, MIB, recorded, run_of, runs, staged
 from tests.unit.report.pages import BAD, SPELLED, Page, misnamed
@@ -52,13 +56,19 @@ def test_over_budget_and_without_stall_are_said() -> None:
 def test_measured_stands_beside_predicted_and_its_level_is_explained() -> None:
     run = recorded()
     assert run.measured is not None
-    run = replace(run, measured=replace(run.measured, stall_seconds=0.002, reserved_bytes=7 * MIB))
+    measured = replace(run.measured, stall_seconds=0.002, reserved_bytes=7 * MIB)
+    run = replace(run, measured=measured)
     text = Page(page(run)).text
     assert "measured overhead 25.0%" in text
     assert "Measured at level 2 (every event), iterations of 10.0 ms." in text
     assert "reserved 7.00 MiB" in text
     assert "for a copy-in, to have the bytes" in text
     assert "250 µs" in text
+    measured = replace(measured, level=1)
+    assert (
+        "for a copy-in, to have the bytes 1.32 ms -"
+        in Page(page(replace(run, measured=measured))).text
+    )
     assert "not yet: every figure is a prediction" in Page(page(run_of())).text
 
 
@@ -95,7 +105,9 @@ def test_memory_is_what_the_plan_holds(run: Run) -> None:
     drawn = memory(run, axis_of(run))
     held = curve(run.trace, run.plan, run.hardware.allocator)
     assert drawn is not None
-    assert sum(layer.at_peak for layer in drawn.layers) == held[run.predicted.peak_op]
+    at_peak = {layer.kind: layer.at_peak for layer in drawn.layers if layer.at_peak}
+    assert at_peak == dict(held_at_peak(run))
+    assert sum(at_peak.values()) == held[run.predicted.peak_op]
     assert drawn.peak.text == format_bytes(max(held))
     top = min(float(y) for y in re.findall(r"[ V]([\d.]+)", drawn.layers[0].path))
     assert top == pytest.approx(drawn.peak_y, abs=0.06)
@@ -110,6 +122,31 @@ def test_lanes_add_up(run: Run) -> None:
         assert all(0 <= box.left <= 100 for box in rows[lane.value].boxes)
 
 
+def test_narrow_work_is_drawn_as_the_share_of_time_that_it_fills() -> None:
+    run = run_of()
+    axis = Axis(1.0, axis_of(run).starts)
+    # Two in each column of the first half, each a quarter of it; then one far from all others.
+    crowd = [Span(Lane.COPY_OUT, n / 2000, (n + 0.5) / 2000) for n in range(1000)]
+    lone = Span(Lane.COPY_OUT, 0.75, 0.75001)
+    wide = Span(Lane.COPY_OUT, 0.8, 0.9, value=run.trace.saved[0])
+    side = replace(run.predicted, spans=(wide, lone, *crowd), stalls=())
+    (row,) = lanes(run, side, axis)
+    assert row.path == f"M0 {LANE_HEIGHT}v-10h500V{LANE_HEIGHT}z"
+    assert [box[:2] for box in row.boxes] == [(75.0, 0.1), (80.0, 10.0)]
+    assert row.boxes[1].title.startswith(f"value {run.trace.saved[0]}, 4.00 KiB, saved by layer in")
+
+
+def test_heights_follow_the_curve() -> None:
+    run = run_of()
+    drawn = memory(run, axis_of(run))
+    assert drawn is not None
+    unit = (HEIGHT - drawn.peak_y) / max(run.predicted.curve)
+    outline = drawn.layers[0].path.partition(f"V{HEIGHT}")[0]
+    found = [float(y) for y in re.findall(r"[ V]([\d.]+)", outline)]
+    expected = [HEIGHT - unit * nbytes for nbytes, _ in groupby(run.predicted.curve)]
+    assert found == pytest.approx(expected, abs=0.06)
+
+
 @given(runs())
 def test_modules_add_up(run: Run) -> None:
     found = modules(run)
@@ -117,6 +154,25 @@ def test_modules_add_up(run: Run) -> None:
     assert found.total.forward_s == pytest.approx(forward)
     assert found.total.stall_s == pytest.approx(run.predicted.stall_seconds)
     assert found.left == 0
+
+
+def test_the_smallest_of_many_modules_are_put_together() -> None:
+    specs = [OpSpec(nbytes=MIB, device_us=400 if op < 10 else 4) for op in range(80)]
+    found = modules(run_of(build_trace(specs), policy="baseline", budget=1 << 40))
+    assert len(found.rows) + found.left == 80
+    assert len(found.rows) < 80
+    assert [row.name for row in found.rows[:10]] == [f"layer{op}" for op in range(10)]
+    kept = sum(row.forward_s for row in found.rows)
+    assert kept + found.rest.forward_s == pytest.approx(found.total.forward_s)
+
+
+def test_bytes_saved_twice_are_counted_once() -> None:
+    run = run_of(build_trace([OpSpec(nbytes=MIB, saves_output=True)] * 4), policy="baseline")
+    storages = {run.trace.values[index].storage for index in run.trace.saved}
+    total = sum(run.trace.storages[index].nbytes for index in storages)
+    alias = [*run.trace.values, replace(run.trace.values[run.trace.saved[0]], version=1)]
+    trace = replace(run.trace, values=tuple(alias))
+    assert modules(replace(run, trace=trace)).total.saved_bytes == total
 
 
 def test_measured_bytes_are_a_line_where_they_were_counted() -> None:
@@ -137,6 +193,34 @@ def test_a_far_budget_does_not_flatten_the_rest() -> None:
     assert drawn.levels[0].y is None
     assert drawn.peak_y < HEIGHT / 5
     assert "budget 1024.00 TiB, far above" in Page(page(run_of(budget=1 << 50))).text
+
+
+def test_the_name_of_the_peak_is_clear_of_the_lines() -> None:
+    run = run_of()
+    near = replace(run.plan.budget, device_bytes=int(run.predicted.peak(Tier.DEVICE) * 1.04))
+    drawn = memory(replace(run, plan=replace(run.plan, budget=near)), axis_of(run))
+    assert drawn is not None
+    assert drawn.levels[0].y is not None
+    assert drawn.peak_name_y < drawn.levels[0].y - 5
+    assert drawn.peak_y - drawn.levels[0].y < 15
+
+
+def test_a_moved_value_is_gone_between_copy_out_and_copy_in() -> None:
+    run = run_of()
+    axis = axis_of(run)
+    for item in lives(run, axis):
+        index = item.saved.value
+        decision = run.plan.decisions.get(index)
+        if not isinstance(decision, Offload):
+            assert item.gone is None
+            continue
+        left, back = away(run.trace, index, decision)
+        assert item.gone is not None
+        assert item.gone.left == axis.percent(axis.starts[left])
+        assert [part.left for part in item.here] == [
+            axis.percent(axis.starts[run.trace.storages[run.trace.values[index].storage].birth]),
+            axis.percent(axis.starts[back]),
+        ]
 
 
 def test_an_encoded_value_is_away_until_it_is_decoded() -> None:
