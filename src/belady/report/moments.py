@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -13,6 +14,8 @@ from belady.ir.run import Run
 from belady.ir.timeline import Cause, Lane, Measured, Span, Stall, Timeline
 
 _LONGEST_S = 1e9
+# Differences of moments in one iteration agree within this.
+_SAME_S = 1e-9
 # The lane that ends on the device comes first; the other where there is no such lane (a CPU).
 _WAITED_FOR = {
     Cause.COPY_OUT: (Lane.COPY_OUT, Lane.DISK_WRITE),
@@ -60,9 +63,10 @@ def require_drawable(run: Run) -> None:
 def waits(spans: Sequence[Span], stalls: Iterable[Stall], *, serial: bool) -> list[Wait]:
     """Say when each stall was; one that no span gives a time is left out.
 
-    A wait for a copy ends when the copy does. A wait for the host lies where compute was idle
-    before the op: right before it where host and compute are one thread (``serial``), else right
-    after the work before, since it is the host that comes first then.
+    A wait for a copy is where compute was idle for just as long around that op, and else ends
+    when the copy does. A wait for the host lies where compute was idle before the op: right before
+    it where host and compute are one thread (``serial``), else right after the work before, since
+    it is the host that comes first then.
     """
     copied: dict[tuple[Lane, int], float] = {}
     for span in spans:
@@ -72,17 +76,32 @@ def waits(spans: Sequence[Span], stalls: Iterable[Stall], *, serial: bool) -> li
     work = sorted((s for s in spans if s.lane is Lane.COMPUTE), key=attrgetter("start_s"))
     work.insert(0, Span(Lane.COMPUTE, 0.0, 0.0))
     idle = {now.op: (before.end_s, now.start_s) for before, now in pairwise(work) if now.value < 0}
+    gaps = _gaps(work)
     found = []
     for stall in stalls:
         end: float | None = None
         if stall.cause is not Cause.HOST:
             keys = [(lane, stall.value) for lane in _WAITED_FOR[stall.cause]]
             end = next((copied[key] for key in keys if key in copied), None)
+            length = round(stall.seconds / _SAME_S)
+            exact = (gaps.get((stall.op, length + off)) for off in (0, -1, 1))
+            if ends := next(filter(None, exact), None):
+                end = ends.popleft()
         elif stall.op in idle:
             before, start = idle[stall.op]
             end = start if serial else before + stall.seconds
         if end is not None:
             found.append(Wait(stall, end - stall.seconds, end))
+    return found
+
+
+def _gaps(work: Sequence[Span]) -> dict[tuple[int, int], deque[float]]:
+    """When compute ceased to be idle, by the op before or after and by how long it had been."""
+    found: dict[tuple[int, int], deque[float]] = {}
+    for before, after in pairwise(work):
+        length = round((after.start_s - before.end_s) / _SAME_S)
+        for op in {before.op, after.op} if length > 0 else ():
+            found.setdefault((op, length), deque()).append(after.start_s)
     return found
 
 

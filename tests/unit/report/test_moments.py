@@ -37,6 +37,15 @@ def test_an_encoding_before_an_op_is_not_the_op() -> None:
     assert times(spans, [Stall(Cause.HOST, 1, -1, 1.0)], serial=False) == [(2.0, 3.0)]
 
 
+def test_what_was_recorded_as_idle_for_as_long_is_the_wait() -> None:
+    # Compute noticed the end of the copy a little late.
+    spans = [copy(Lane.COPY_IN, 0.0, 2.0), work(3, 0.0, 1.0), work(3, 2.25, 4.0), work(6, 4.5, 5.0)]
+    stalls = [Stall(Cause.COPY_IN, 3, 5, 1.25), Stall(Cause.COPY_IN, 6, 5, 0.5)]
+    assert times(spans, stalls, serial=False) == [(1.0, 2.25), (4.0, 4.5)]
+    twice = [Stall(Cause.COPY_IN, 6, 5, 0.5)] * 2
+    assert times(spans, twice, serial=False) == [(4.0, 4.5), (1.5, 2.0)]
+
+
 @pytest.mark.parametrize(
     ("cause", "near", "far"),
     [
