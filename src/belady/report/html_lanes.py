@@ -52,7 +52,7 @@ class _Piece(NamedTuple):
 def lanes(run: Run, side: Timeline | Measured, axis: Axis) -> list[Row]:
     """Rows from top to bottom: the host, compute with its waits below, the copies."""
     rows = []
-    title = _Titles(run)
+    title = _Titles(run, "" if isinstance(side, Timeline) else "from ")
     for lane in Lane:
         mine = [_Piece(span.start_s, span.end_s, span) for span in side.spans if span.lane is lane]
         if mine:
@@ -130,17 +130,23 @@ def _shares_path(shares: Iterable[float]) -> str:
 
 
 class _Titles:
-    """What a piece of work is called."""
+    """What a piece of work is called.
 
-    def __init__(self, run: Run) -> None:
+    A recorded piece of compute or host is named by the op that it began with, and may be several:
+    ``start`` says so.
+    """
+
+    def __init__(self, run: Run, start: str) -> None:
         self._trace = run.trace
+        self._start = start
 
     def __call__(self, about: Span | Stall) -> str:
         if about.value >= 0:
             return self._value(about.value)
         if 0 <= about.op < len(self._trace.ops):
             op = self._trace.ops[about.op]
-            return f"op {about.op} {short_name(op.name)}{_in(op.module)} ({op.phase.value})"
+            start = self._start if isinstance(about, Span) else ""
+            return f"{start}op {about.op} {short_name(op.name)}{_in(op.module)} ({op.phase.value})"
         return "the end"
 
     def _value(self, index: int) -> str:

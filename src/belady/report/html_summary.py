@@ -55,7 +55,9 @@ def causes(run: Run) -> list[tuple[str, str, str]]:
 
     def rows() -> Iterator[tuple[str, str, str]]:
         for cause, name in _CAUSES.items():
-            seen = None if measured is None else measured.get(cause, 0.0)
+            # Waits for copies are recorded, the host's lateness is not.
+            unseen = None if cause is Cause.HOST else 0.0
+            seen = None if measured is None else measured.get(cause, unseen)
             if predicted.get(cause) or seen:
                 text = facts.ABSENT if seen is None else format_seconds(seen)
                 yield name, format_seconds(predicted.get(cause, 0.0)), text

@@ -93,6 +93,19 @@ def test_the_peak_is_named_and_pieces_of_work_have_titles() -> None:
     assert titles[0].startswith("op 0 layer in layer0 (forward), ")
 
 
+def test_recorded_compute_may_be_several_ops_and_says_so() -> None:
+    run = recorded()
+    assert run.measured is not None
+    spans = (*run.measured.spans, Span(Lane.COMPUTE, 0.003, 0.006, op=2))
+    read = Page(page(replace(run, measured=replace(run.measured, spans=spans))))
+    (title,) = read.drawing("Measured: compute").iter("title")
+    assert title.text == "from op 2 layer in layer2 (forward), 3.00 ms"
+    (title,) = read.drawing("Measured: waits for copy-in").iter("title")
+    assert title.text is not None
+    assert title.text.startswith("value ")
+    assert "for the host (no stall) 5.00 µs -" in read.text
+
+
 @given(runs())
 def test_any_run_makes_a_page(run: Run) -> None:
     html = page(run)
