@@ -94,7 +94,8 @@ class _Hook:
         # A gradient that is added to is in its place already.
         if owner is None or grad is None or grad is self._latest():
             return
-        placed = owner.placed(grad, _references(grad))
+        references = _references(grad)
+        placed = owner.placed(grad, references)
         if placed is not None:
             parameter.grad = placed
             self._latest = weakref.ref(placed)
