@@ -19,7 +19,7 @@ from benchmarks.run import add_how, execute, how, sizes_of
 from benchmarks.suites import PEER_NAMES
 
 GROUP = "frontier"
-LADDER = (100, 80, 65, 50, 40, 30, 25, 20)
+LADDER = (120, 100, 80, 65, 50, 40, 30, 25, 20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
     parser.add_argument("--policy", action="append", help="of ours; auto unless given")
-    parser.add_argument("--peer", action="append", help="all unless given")
+    parser.add_argument("--peer", action="append", choices=PEER_NAMES, help="all unless given")
     parser.add_argument("--ladder", type=int, nargs="+", default=LADDER, metavar="PERCENT")
     parser.add_argument("--equal-steps", type=int, default=6)
     add_how(parser)

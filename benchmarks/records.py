@@ -50,11 +50,10 @@ def merge(paths: Iterable[Path]) -> list[Record]:
 
 
 def references(records: Iterable[Record]) -> dict[str, Record]:
-    """What plain gave, by the name that `Case.reference` gives it."""
+    """What plain gave and on what, by the name that `Case.reference` gives it."""
+    names = ("plain_digest", "plain_repeats", "torch", "device_name")
     return {
-        from_json(record).reference: {
-            name: record[name] for name in ("plain_digest", "plain_repeats")
-        }
+        from_json(record).reference: {name: record[name] for name in names}
         for record in records
         if "plain_digest" in record
     }

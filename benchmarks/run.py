@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import records
-from benchmarks.cases import Case, Record, label
+from benchmarks.cases import BOUND, OURS, Case, Record, label
 from benchmarks.processes import grouped, measure
-from benchmarks.suites import SUITES
+from benchmarks.suites import PEER_NAMES, SUITES
 
 _CASE_SECONDS = 300.0
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help="JSON lines; cases that it holds are skipped")
     parser.add_argument("--suite", action="append", choices=sorted(SUITES), default=[])
     parser.add_argument("--workload", action="append", help="or, with a suite, only these")
-    parser.add_argument("--method", action="append", help="a peer, or belady:POLICY")
+    parser.add_argument("--method", action="append", type=_method, help="a peer, or belady:POLICY")
     parser.add_argument("--budget", action="append", help="none, 4GiB, 50%%, own or smallest")
     parser.add_argument("--precision", action="append", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
@@ -42,6 +42,12 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of all cases, interleaved")
     parser.add_argument("--share-process", action="store_true")
     parser.add_argument("--limit-s", type=float, default=540.0)
+
+
+def _method(name: str) -> str:
+    if name not in (*PEER_NAMES, BOUND) and not name.startswith(OURS):
+        raise argparse.ArgumentTypeError(f"{OURS}POLICY, or one of {', '.join(PEER_NAMES)}")
+    return name
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,77 @@
+"""Whatever happens to a case is a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import belady
+from benchmarks import child
+from benchmarks.cases import Case
+from benchmarks.child import Known
+from benchmarks.peers import PEERS
+from benchmarks.workloads import Recipe
+
+CASE = Case("vgg19", "plain", device="cpu", toy=True, repeats=2)
+INFEASIBLE = belady.InfeasibleBudgetError(
+    needed_bytes=3, budget_bytes=1, smallest_bytes=4, op="op", module="module"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (torch.OutOfMemoryError("no room"), "out of memory"),
+        (belady.OutOfMemoryError("no room"), "out of memory"),
+        (INFEASIBLE, "infeasible"),
+        (RuntimeError("a fault"), "crash"),
+        (ImportError("no torchvision"), "absent"),
+    ],
+)
+def test_an_error_is_an_outcome(
+    error: Exception, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Recipe, "make", fail)
+    record = child._outcome(CASE, Known({}))
+    assert record["outcome"] == outcome
+    assert str(error)[:300] in record["error"]
+
+
+def test_an_absent_peer_says_why() -> None:
+    record = child._outcome(Case("vgg19", "trl", device="cpu", toy=True), Known({}))
+    assert (record["outcome"], record["error"]) == ("absent", "needs a CUDA device")
+
+
+@pytest.mark.parametrize(("name", "word"), [("vgg18", "vgg19"), ("", "vgg19")])
+def test_an_unknown_workload_names_those_there_are(name: str, word: str) -> None:
+    record = child._outcome(Case(name, "plain", device="cpu", toy=True), Known({}))
+    assert record["outcome"] == "crash"
+    assert word in record["error"]
+
+
+def test_plains_figures_of_another_version_are_worked_out_again() -> None:
+    case = Case("vgg19", "checkpoint", device="cpu", toy=True, repeats=2, equal_steps=1)
+    old = {case.reference: {"plain_digest": "?", "plain_repeats": True, "torch": "1"}}
+    record = child._outcome(case, Known(old))
+    assert record["equal"]
+    assert len(record["plain_digest"]) == 64
+
+
+def test_a_percentage_is_of_plains_peak() -> None:
+    known = Known({})
+    plain = child._outcome(CASE, known)
+    half = child._outcome(Case("vgg19", "checkpoint", "50%", **_toy()), known)
+    assert half["budget_bytes"] == plain["peak_allocated_bytes"] // 2
+
+
+def _toy() -> dict[str, Any]:
+    return {"device": "cpu", "toy": True, "repeats": 2}
+
+
+def test_every_peer_says_where_it_is_from() -> None:
+    assert all(peer.source for peer in PEERS.values())
