@@ -23,7 +23,8 @@ from belady.simulate import bound
 from belady.units import parse_bytes
 from benchmarks.cases import BOUND, LOST, OURS, Case, Record, from_json
 from benchmarks.measure import digest, settled_peak, timed, versions
-from benchmarks.methods import Opener, OutOfMemory, available, observed, opened, tidy
+from benchmarks.methods import Opener, available, observed, opened, starved, tidy
+from benchmarks.peers import PEERS
 from benchmarks.smallest import smallest_cap
 from benchmarks.workloads import WORKLOADS, Setting, Workload
 
@@ -74,15 +75,14 @@ def _outcome(case: Case, known: Known) -> Record:
         return _Bench(case, known).run() | {"outcome": "ok"}
     except AbsentError as error:
         return {"outcome": "absent", "error": str(error)}
-    except OutOfMemory as error:
-        tidy(None, error)
-        return {"outcome": "out of memory", "error": str(error)[:300]}
     except belady.InfeasibleBudgetError as error:
         tidy(None, error)
         smallest = error.smallest_bytes
         return {"outcome": "infeasible", "error": str(error)[:300], "smallest_bytes": smallest}
     except Exception as error:
         tidy(None, error)
+        if starved(error):
+            return {"outcome": "out of memory", "error": str(error)[:300]}
         return {"outcome": "crash", "error": traceback.format_exc()[-_ERROR_END:]}
 
 
@@ -113,6 +113,8 @@ class _Bench:
             if searched:
                 cap, record = self._smallest(work, opener)
             record |= self._measured(work, opener, cap)
+        if self.case.method in PEERS:
+            record["source"] = PEERS[self.case.method].source
         del work, opener
         if self.case.equal_steps:
             tidy(None)
@@ -209,8 +211,8 @@ class _Bench:
                     record |= it.extras()
                 if last or _kept(record, cap):
                     break
-            except (*OutOfMemory, belady.InfeasibleBudgetError) as error:
-                if last:
+            except Exception as error:
+                if last or not _too_little(error):
                     raise
                 tidy(work, error)
             cap = int((cap or 0) * _CAP_STEP)
@@ -229,7 +231,9 @@ class _Bench:
         plain = references[key]
         try:
             record["digest"] = self._digest_of_method(cap)
-        except (*OutOfMemory, belady.InfeasibleBudgetError) as error:
+        except Exception as error:
+            if not _too_little(error):
+                raise
             # Deterministic algorithms may need more than those that were measured.
             record["equality_error"] = str(error)[:300]
             tidy(None, error)
@@ -262,18 +266,23 @@ def _kept(record: Record, cap: int | None) -> bool:
     return cap is None or record["peak_allocated_bytes"] <= cap
 
 
+def _too_little(error: Exception) -> bool:
+    return starved(error) or isinstance(error, belady.InfeasibleBudgetError)
+
+
 def _trial(work: Workload, opener: Opener, cap: int) -> str | None:
     """Why the method does not pass ``cap``, or None."""
     try:
         with opener(cap) as it:
             it.warm_up()
             record = settled_peak(it, _STEADY)
-    except OutOfMemory as error:
+    except Exception as error:
+        if not _too_little(error):
+            raise
         tidy(work, error)
+        if isinstance(error, belady.InfeasibleBudgetError):
+            return f"infeasible below {error.smallest_bytes}"
         return "out of memory"
-    except belady.InfeasibleBudgetError as error:
-        tidy(work, error)
-        return f"infeasible below {error.smallest_bytes}"
     tidy(work)
     if _kept(record, cap):
         return None

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import belady
 from benchmarks.cases import Record
 from benchmarks.live import LiveBytes
 from benchmarks.methods import Session
+
+# What workloads and peers may come from.
+_PACKAGES = ("accelerate", "deepspeed", "timm", "torchtune", "torchvision", "transformers", "trl")
 
 
 def timed(session: Session, repeats: int) -> Record:
@@ -131,7 +135,14 @@ def versions(device: str) -> Record:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "device_name": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "packages": dict(_packages()),
     }
+
+
+def _packages() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield name, version(name)
 
 
 def _processor() -> str:

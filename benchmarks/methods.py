@@ -27,7 +27,8 @@ WARM_UP, WARM_UP_MOST = 5, 24
 _UNLIMITED = "1TiB"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
-OutOfMemory = (torch.OutOfMemoryError, belady.OutOfMemoryError)
+# Libraries have words of their own for an allocation that torch refused them.
+_STARVED = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,13 @@ def observed(work: Workload) -> Run:
     if run is None:
         raise RuntimeError("no plan after three iterations")
     return run
+
+
+def starved(error: BaseException) -> bool:
+    """Whether an error says that memory was too little."""
+    if isinstance(error, torch.OutOfMemoryError | belady.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _STARVED)
 
 
 def tidy(work: Workload | None, error: BaseException | None = None) -> None:

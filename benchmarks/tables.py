@@ -77,7 +77,7 @@ def figures(found: list[Record]) -> str:
         if of:
             parts.append(f"**{title}**\n\n{_table(of)}")
     for title, of in comparison.compared(found):
-        heading = f"**{title}: each method at the smallest cap that it passes**"
+        heading = f"**{title}: caps that each method passed, the largest first**"
         parts.append(f"{heading}\n\n{comparison.table(of)}")
     return "\n".join(parts)
 

@@ -24,6 +24,7 @@ INFEASIBLE = belady.InfeasibleBudgetError(
     ("error", "outcome"),
     [
         (torch.OutOfMemoryError("no room"), "out of memory"),
+        (RuntimeError("cuDNN: GET was unable to find an engine"), "out of memory"),
         (belady.OutOfMemoryError("no room"), "out of memory"),
         (INFEASIBLE, "infeasible"),
         (RuntimeError("a fault"), "crash"),
