@@ -107,6 +107,19 @@ class Recurrent(nn.Module):
         return self.head(torch.stack(outputs, 1))
 
 
+def comparable(model: nn.Module, device: str) -> nn.Module:
+    """Take out of a model what plain PyTorch itself does not repeat on ``device``.
+
+    cuDNN keeps the state of the dropout between a fused LSTM's layers for the whole process, and
+    `torch.manual_seed` does not reset it (pytorch issues 74177 and 90168): two runs in one process
+    drop other elements.
+    """
+    for part in model.modules():
+        if device == "cuda" and isinstance(part, nn.RNNBase):
+            part.dropout = 0.0
+    return model
+
+
 class Inception(nn.Module):
     """Forks, joins by concatenation and by sum, and a value that several branches save."""
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import belady
 from belady.errors import InfeasibleBudgetError
-from tests.support.models import Task
+from tests.support.models import Task, comparable
 
 SAMPLES = 8
 
@@ -33,7 +33,9 @@ class Training:
         torch.manual_seed(seed)
         self.task = task
         self.device = device
-        self.models: list[nn.Module] = [model.to(device) for model in task.models()]
+        self.models: list[nn.Module] = [
+            comparable(model, device).to(device) for model in task.models()
+        ]
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
             for model in self.models

@@ -230,11 +230,15 @@ def test_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_cuda(cache: Path, tmp_path: Path) -> None:
     device = torch.device("cuda")
     torch.ones(1, device=device)
+    torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved(device)
+    allocated = torch.cuda.memory_allocated(device)
     start = time.perf_counter()
     profile = probe(device, spill_dir=str(tmp_path))
     assert time.perf_counter() - start < 3
-    assert torch.cuda.memory_reserved(device) == reserved
+    # Less is possible: the probe gives back what others left in the cache meanwhile.
+    assert torch.cuda.memory_reserved(device) <= reserved
+    assert torch.cuda.memory_allocated(device) <= allocated
     assert loads(HardwareProfile, dumps(profile)) == profile
     out, back = (
         profile.link(Tier.DEVICE, Tier.HOST),
