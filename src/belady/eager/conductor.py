@@ -21,6 +21,7 @@ from belady.eager.key import Key, walk
 from belady.eager.kinds import Kind, Planning, Policy, Stage
 from belady.eager.lasting import Gradients, settle_state
 from belady.eager.limits import refuse_infeasible
+from belady.eager.replay import Recipes
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
@@ -146,7 +147,7 @@ class Conductor:
         self.carrier.sweep()
         passes = tuple(iteration.passes)
         if kind.current is None:
-            self._observed(kind, passes, trace)
+            self._observed(kind, iteration, trace)
         elif passes != kind.passes or iteration.missed:
             kind.deviations += 1
             if kind.deviations >= _DEVIATIONS and kind.observed < _OBSERVED:
@@ -196,16 +197,19 @@ class Conductor:
     def _observation(self, kind: Kind) -> Observation | None:
         device = self.carrier.device
         if kind.stage in (Stage.WARM, Stage.TIMED):
-            return Observation(device, clock_for(device), self._modules)
+            trying = kind.stage is Stage.TIMED
+            return Observation(device, clock_for(device), self._modules, trying=trying)
         if kind.stage is Stage.SETTLING and device.type == "cpu":
             # A CPU has no allocator that counts: the peak is seen by watching storages.
             return Observation(device, NoClock(), self._modules)
         return None
 
-    def _observed(self, kind: Kind, passes: tuple[Key, ...], trace: Trace | None) -> None:
+    def _observed(self, kind: Kind, iteration: Iteration, trace: Trace | None) -> None:
         kind.observed += 1
-        if kind.stage is Stage.TIMED and trace is not None and passes == kind.passes:
-            self._planning.plan(kind, undisturbed(trace, kind.warm))
+        passes, watched = tuple(iteration.passes), iteration.observation
+        if kind.stage is Stage.TIMED and trace and watched and passes == kind.passes:
+            recipes = Recipes(watched.recorder.recipes, watched.recorder.owners)
+            self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
         elif kind.observed >= _OBSERVED:
             # No two alike: it stays at the floor, which needs no plan.
             kind.stage = Stage.STEADY

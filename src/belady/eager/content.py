@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from belady.eager.geometry import Geometry, content_of, unseen
 from belady.eager.witness import demand_unchanged, witness
 from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
 from belady.memory.codecs import Encoded, decode, encode
+from belady.memory.geometry import Geometry, content_of, unseen
+
+
+class Content(Protocol):
+    """Bytes that are not where they were saved; `Moved` says more of each name."""
+
+    version: int
+    unread: int
+    given: list[tuple[torch.Tensor, int]]
+    skipped_bytes: int
+
+    def take(self) -> torch.Tensor:
+        """Give the bytes."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether another reader would get the same bytes."""
+        ...
+
+    def let_go(self) -> None:
+        """Drop what can be had again."""
+        ...
 
 
 class Moved:
@@ -158,14 +182,14 @@ class Saved:
 
     __slots__ = ("content", "geometry", "shadow", "version")
 
-    def __init__(self, tensor: torch.Tensor, content: Moved | Packed) -> None:
+    def __init__(self, tensor: torch.Tensor, content: Content) -> None:
         self.content = content
         self.geometry = Geometry.of(tensor)
         self.shadow = witness(tensor)
         self.version = self.shadow._version
 
-    def take(self) -> torch.Tensor:
-        """Give the tensor back as it was saved.
+    def source(self) -> tuple[torch.Tensor, int]:
+        """Give the bytes of the storage, and how many before them are left out.
 
         Raises
         ------
@@ -176,7 +200,18 @@ class Saved:
         demand_unchanged(self.shadow, self.version, self.geometry.shape)
         for shadow, version in content.given:
             demand_unchanged(shadow, version, self.geometry.shape)
-        tensor = self.geometry.on(content.take(), content.skipped_bytes)
+        return content.take(), content.skipped_bytes
+
+    def take(self) -> torch.Tensor:
+        """Give the tensor back as it was saved.
+
+        Raises
+        ------
+        StaleValueError
+            As `source`.
+        """
+        content = self.content
+        tensor = self.geometry.on(*self.source())
         content.unread -= 1
         if content.unread <= 0:
             # Autograd holds what the op needs; a later read (retain_graph) brings it again.
@@ -196,6 +231,17 @@ class Kept:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
         self.version = self.tensor._version
+
+    def source(self) -> tuple[torch.Tensor, int]:
+        """Give the bytes of the storage, none left out.
+
+        Raises
+        ------
+        StaleValueError
+            As `take`.
+        """
+        tensor = self.take()
+        return content_of(tensor, 0, tensor.untyped_storage().nbytes()), 0
 
     def take(self) -> torch.Tensor:
         """Give the tensor back.

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from belady.eager.content import Kept, Moved, Packed, Saved
-from belady.eager.geometry import Geometry, movable
 from belady.errors import SpillError, TierFullError
 from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
+from belady.memory.geometry import Geometry, movable
 
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # Makes the content of a tensor, to be managed from byte ``start`` to ``stop``; None keeps it.

@@ -9,6 +9,7 @@ import torch
 
 from belady.eager.key import Key
 from belady.eager.planned import Planned
+from belady.eager.replay import Recipes
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
@@ -64,6 +65,8 @@ class Kind:
         Keys of its passes, in order.
     warm
         Trace of its first iteration.
+    recipes
+        How its ops are run again.
     current
         The plan in force; None while it is observed.
     tried
@@ -80,6 +83,7 @@ class Kind:
     passes: tuple[Key, ...] = ()
     warm: Trace | None = None
     trace: Trace | None = None
+    recipes: Recipes = field(default_factory=Recipes)
     current: Trial | None = None
     engine: Planned | None = None
     tried: list[Trial] = field(default_factory=list)
@@ -117,7 +121,7 @@ class Planning:
         self._carrier = carrier
         self._persistent = persistent
 
-    def plan(self, kind: Kind, trace: Trace) -> None:
+    def plan(self, kind: Kind, trace: Trace, recipes: Recipes) -> None:
         """Make the first plan.
 
         Raises
@@ -125,7 +129,7 @@ class Planning:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        kind.trace = trace
+        kind.trace, kind.recipes = trace, recipes
         self._put_in_force(kind, trace, self._first(trace))
 
     def iteration_ended(self, kind: Kind, sample: Sample, peak_bytes: int) -> None:
@@ -213,7 +217,8 @@ class Planning:
         kind.current, kind.engine = trial, None
         if not trial.plan.moves_nothing:
             self._carrier.reserve(verdict.host_bytes)
-            kind.engine = Planned(trace, trial.plan, self._carrier, self._persistent)
+            plan, carrier = trial.plan, self._carrier
+            kind.engine = Planned(trace, plan, carrier, self._persistent, kind.recipes)
         kind.samples, kind.peak_bytes = [], 0
         kind.stage = Stage.SETTLING
         if self._carrier.device.type == "cuda":

@@ -10,43 +10,20 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from belady.eager.content import Kept, Moved, Packed, Saved
-from belady.eager.geometry import movable
+from belady.eager.replay import Recipes, Recomputed, Source, chains
+from belady.eager.table import FREE, IN, OUT, Action, Entry, actions, matches, tables
 from belady.errors import PlanMismatchError
-from belady.ir.plan import Encode, Offload, Plan
-from belady.ir.residency import offload_boundaries
-from belady.ir.trace import Save, Trace
+from belady.ir.plan import Offload, Plan, Recompute
+from belady.ir.trace import Trace
 from belady.memory.carrier import Carrier
+from belady.memory.geometry import movable
 
-
-class _Entry(NamedTuple):
-    """What the plan expects of one save; ``last`` of those at its boundary, or not."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    boundary: int
-    last: bool
-    read: int
-    value: int
-    decision: Offload | Encode | None
-
-
-class _Action(NamedTuple):
-    """One thing to do to one value; sorts by boundary, step (frees before takes), plan order."""
-
-    boundary: int
-    step: int
-    order: int
-    value: int
-
-
-_OUT, _FREE, _IN = range(3)
+_NO_RECIPES = Recipes()
 
 
 class Planned:
@@ -56,6 +33,8 @@ class Planned:
     ----------
     persistent
         Addresses of the storages of parameters and buffers.
+    recipes
+        How to run ops again, for plans that recompute.
 
     Attributes
     ----------
@@ -75,15 +54,22 @@ class Planned:
     """
 
     def __init__(
-        self, trace: Trace, plan: Plan, carrier: Carrier, persistent: Container[int]
+        self,
+        trace: Trace,
+        plan: Plan,
+        carrier: Carrier,
+        persistent: Container[int],
+        recipes: Recipes = _NO_RECIPES,
     ) -> None:
         if plan.trace != trace.fingerprint:
             raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
         self._carrier = carrier
         self._device = carrier.device
         self._persistent = persistent
-        self._tables = _tables(trace, plan)
-        self._actions = _actions(trace, plan)
+        self._tables = tables(trace, plan)
+        self._actions = actions(trace, plan)
+        self._chains = chains(trace, plan, recipes)
+        self._needed = {value for chain in self._chains.values() for value in chain.saved}
         self._tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
         self._reads = {
             v: sum(len(save.reads) for save in trace.values[v].saves) for v in plan.decisions
@@ -96,9 +82,10 @@ class Planned:
 
     def start_iteration(self) -> None:
         """Forget the iteration before; what its graphs still hold stays valid."""
-        self._live: dict[int, weakref.ref[Moved | Packed]] = {}
+        self._live: dict[int, weakref.ref[Moved | Packed | Recomputed]] = {}
+        self._inputs: dict[int, weakref.ref[_PlannedSaved | _PlannedKept]] = {}
         self._cursor = 0
-        self._table: dict[int, _Entry] = {}
+        self._table: dict[int, Entry] = {}
         self._ordinal = 0
         self._iteration += 1
         self.missed = 0
@@ -112,7 +99,7 @@ class Planned:
         """Send out what is still due; what backward did not ask for stays out."""
         due, self._cursor = self._actions[self._cursor :], len(self._actions)
         for action in due:
-            if action.step != _IN:
+            if action.step != IN:
                 self._act(action)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -123,16 +110,19 @@ class Planned:
         if entry is None and not movable(tensor, self._device):
             # Not in any trace either: another device (a generator's state), sparse, a subclass.
             return _PlannedKept(tensor, -1, 0)
-        if entry is None or not _matches(tensor, entry):
+        if entry is None or not matches(tensor, entry):
             self._default("save not in the plan")
             return _PlannedKept(tensor, -1, 0)
         if self.on_anchor is not None:
             self.on_anchor(entry.boundary)
-        handle = self._managed(tensor, entry) if entry.decision is not None else None
+        managed = self._managed(tensor, entry) if entry.decision is not None else None
+        handle = self._kept(tensor, entry) if managed is None else managed
+        if entry.value in self._needed:
+            self._inputs[entry.value] = weakref.ref(handle)
         if self._cursor < len(self._actions):
             # What is due at a boundary waits for all that is saved there.
             self._advance(entry.boundary if entry.last else entry.boundary - 1)
-        return handle if handle is not None else self._kept(tensor, entry)
+        return handle
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """Give a saved tensor back: the unpack hook."""
@@ -145,12 +135,12 @@ class Planned:
         tensor: torch.Tensor = handle.take()
         return tensor
 
-    def _managed(self, tensor: torch.Tensor, entry: _Entry) -> _PlannedSaved | None:
+    def _managed(self, tensor: torch.Tensor, entry: Entry) -> _PlannedSaved | None:
         content = self._content(tensor, entry)
         iteration = self._iteration if entry.read >= 0 else 0
         return None if content is None else _PlannedSaved(tensor, content, entry.read, iteration)
 
-    def _kept(self, tensor: torch.Tensor, entry: _Entry) -> _PlannedKept:
+    def _kept(self, tensor: torch.Tensor, entry: Entry) -> _PlannedKept:
         return _PlannedKept(tensor, entry.read, self._iteration if entry.read >= 0 else 0)
 
     def _default(self, reason: str) -> None:
@@ -158,7 +148,7 @@ class Planned:
         self.defaults[reason] += 1
         self.missed += 1
 
-    def _content(self, tensor: torch.Tensor, entry: _Entry) -> Moved | Packed | None:
+    def _content(self, tensor: torch.Tensor, entry: Entry) -> Moved | Packed | Recomputed | None:
         storage = tensor.untyped_storage()
         known = self._live.get(entry.value)
         content = known() if known is not None else None
@@ -177,7 +167,9 @@ class Planned:
             self._live[entry.value] = weakref.ref(content)
         return content
 
-    def _make(self, tensor: torch.Tensor, entry: _Entry) -> Moved | Packed | None:
+    def _make(self, tensor: torch.Tensor, entry: Entry) -> Moved | Packed | Recomputed | None:
+        if isinstance(entry.decision, Recompute):
+            return self._recomputed(tensor, entry)
         if isinstance(entry.decision, Offload):
             moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
             moved.label = entry.value
@@ -186,6 +178,18 @@ class Planned:
         if packed is None:
             self._default("encoding gains nothing")
         return packed
+
+    def _recomputed(self, tensor: torch.Tensor, entry: Entry) -> Recomputed | None:
+        chain = self._chains[entry.value]
+        sources: dict[int, Source] = {}
+        for value in chain.saved:
+            known = self._inputs.get(value)
+            handle = known() if known is not None else None
+            if handle is None:
+                self._default("what its replay needs is not saved")
+                return None
+            sources[value] = handle.source
+        return Recomputed(tensor, chain, sources)
 
     def _advance(self, boundary: int) -> None:
         actions, cursor = self._actions, self._cursor
@@ -196,14 +200,14 @@ class Planned:
             self._cursor = cursor
             self._act(action)
 
-    def _act(self, action: _Action) -> None:
+    def _act(self, action: Action) -> None:
         known = self._live.get(action.value)
         content = known() if known is not None else None
         if not isinstance(content, Moved):
             return
-        if action.step == _OUT:
+        if action.step == OUT:
             content.send(self._tiers[action.value])
-        elif action.step == _FREE:
+        elif action.step == FREE:
             content.free()
         else:
             content.bring()
@@ -214,10 +218,10 @@ class Planned:
 class _PlannedSaved(Saved):
     """A handle that knows at which boundary of which iteration backward reads it."""
 
-    __slots__ = ("iteration", "read")
+    __slots__ = ("__weakref__", "iteration", "read")
 
     def __init__(
-        self, tensor: torch.Tensor, content: Moved | Packed, read: int, iteration: int
+        self, tensor: torch.Tensor, content: Moved | Packed | Recomputed, read: int, iteration: int
     ) -> None:
         super().__init__(tensor, content)
         self.read = read
@@ -227,7 +231,7 @@ class _PlannedSaved(Saved):
 class _PlannedKept(Kept):
     """A handle that knows at which boundary of which iteration backward reads it; 0: of none."""
 
-    __slots__ = ("iteration", "read")
+    __slots__ = ("__weakref__", "iteration", "read")
 
     def __init__(self, tensor: torch.Tensor, read: int, iteration: int) -> None:
         super().__init__(tensor)
@@ -235,62 +239,9 @@ class _PlannedKept(Kept):
         self.iteration = iteration
 
 
-def _is_of(content: Moved | Packed, tensor: torch.Tensor) -> bool:
+def _is_of(content: Moved | Packed | Recomputed, tensor: torch.Tensor) -> bool:
     if content.identity.cdata != tensor.untyped_storage()._cdata:
         return False
     if isinstance(content, Packed) and content.dtype is not tensor.dtype:
         return False
     return content.version == tensor._version
-
-
-def _matches(tensor: torch.Tensor, entry: _Entry) -> bool:
-    return (
-        tensor.shape == entry.shape
-        and tensor.dtype is entry.dtype
-        and tensor.layout is torch.strided
-        and tensor.stride() == entry.stride
-        and tensor.storage_offset() == entry.offset
-    )
-
-
-def _entry(save: Save, last: bool, value: int, decision: Any) -> _Entry:
-    return _Entry(
-        save.shape,
-        save.stride,
-        save.offset,
-        getattr(torch, save.dtype),
-        save.packed,
-        last,
-        min(save.reads, default=-1),
-        value,
-        decision,
-    )
-
-
-def _tables(trace: Trace, plan: Plan) -> list[dict[int, _Entry]]:
-    tables: list[dict[int, _Entry]] = [{} for _ in trace.roots]
-    decisions = plan.decisions
-    last: dict[int, tuple[int, int]] = {}
-    for value in trace.values:
-        for save in value.saves:
-            name = (save.pass_index, save.ordinal)
-            last[save.packed] = max(last.get(save.packed, name), name)
-    for index, value in enumerate(trace.values):
-        for save in value.saves:
-            is_last = last[save.packed] == (save.pass_index, save.ordinal)
-            entry = _entry(save, is_last, index, decisions.get(index))
-            tables[save.pass_index][save.ordinal] = entry
-    return tables
-
-
-def _actions(trace: Trace, plan: Plan) -> list[_Action]:
-    actions = []
-    for order, (value, decision) in enumerate(plan.decisions.items()):
-        if isinstance(decision, Offload):
-            out, free, back = offload_boundaries(trace, decision)
-            actions += [
-                _Action(out, _OUT, order, value),
-                _Action(free, _FREE, order, value),
-                _Action(back, _IN, order, value),
-            ]
-    return sorted(actions)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from belady.eager.geometry import below_autograd, unseen
 from belady.errors import StaleValueError
+from belady.memory.geometry import below_autograd, unseen
 
 _EMPTY: dict[torch.device, torch.Tensor] = {}
 

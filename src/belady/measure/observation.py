@@ -32,12 +32,19 @@ class Observation:
         Brackets every op.
     modules
         The roots, whose parameters and buffers are persistent.
+    trying
+        Whether to learn which ops can be run again, by doing so.
     """
 
     def __init__(
-        self, device: torch.device, clock: Clock, modules: Iterable[torch.nn.Module]
+        self,
+        device: torch.device,
+        clock: Clock,
+        modules: Iterable[torch.nn.Module],
+        *,
+        trying: bool = False,
     ) -> None:
-        self.recorder = Recorder(device, clock)
+        self.recorder = Recorder(device, clock, trying=trying)
         self.roots: list[str] = []
         self._modules = list(modules)
         self._paths = ExitStack()

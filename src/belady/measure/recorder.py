@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.ir.trace import Mode, Phase, StorageKind, Use
 from belady.measure.clock import Clock
+from belady.measure.recipes import Recipe, draft, repeats
 from belady.measure.records import (
     RawOp,
     RawSave,
@@ -31,6 +33,7 @@ from belady.measure.records import (
 
 # Autograd's bookkeeping: no kernel, no bytes, and not the same number in every mode.
 _DETACH = torch.ops.aten.detach.default
+_REPLAYED = (Phase.FORWARD, Phase.LOSS)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,11 +45,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Compute device; storages elsewhere are not recorded.
     clock
         Brackets every op.
+    trying
+        Whether to run ops once more, to learn which of them give the same bits.
 
     Attributes
     ----------
     shapes
         Of the tensor operands of every op.
+    recipes
+        How to run an op again, of those that were tried and gave the same bits.
+    owners
+        Tensors that were adopted, by storage.
     """
 
     supports_higher_order_operators = True
@@ -56,10 +65,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let torch.compile work as it does unwatched, and watch what its code runs."""
         return True
 
-    def __init__(self, device: torch.device, clock: Clock) -> None:
+    def __init__(self, device: torch.device, clock: Clock, *, trying: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.clock = clock
+        self.trying = trying
         self.ops: list[RawOp] = []
         self.storages: list[RawStorage] = []
         self.values: list[RawValue] = []
@@ -70,6 +80,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = 0
         self.contents: dict[int, int] = {}
         self.shapes: list[tuple[tuple[int, ...], ...]] = []
+        self.recipes: dict[int, Recipe] = {}
+        self.owners: dict[int, weakref.ref[torch.Tensor]] = {}
         self._present: dict[int, int] = {}  # value by address of its bytes
         self._anchored: list[Any] = []
         self._last = perf_counter()
@@ -139,6 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._born(tensor, kind, producer=-1)
         else:
             self.storages[storage].kind = kind
+        self.owners[self._storage_of(tensor)] = weakref.ref(tensor)
 
     def adopt_new(self, tensor: torch.Tensor, kind: StorageKind) -> None:
         """Make a tensor known that exists before the iteration, unless it is known already."""
@@ -154,6 +167,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.paused or func.namespace == "prim" or func is _DETACH:
             return func(*args, **kwargs)
         op = self._begin(func, args, kwargs, perf_counter() - self._last)
+        tried = self.trying and op.phase in _REPLAYED
+        recipe = draft(func, args, kwargs, self._value_of) if tried else None
         self.clock.start()
         called = perf_counter()
         try:
@@ -165,6 +180,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 op.host_seconds += perf_counter() - called
             self.clock.stop()
         self._end(op, func, args, kwargs, result)
+        if recipe is not None:
+            with self.aside():
+                self._try(recipe, args, kwargs, result)
         self._last = perf_counter()
         return result
 
@@ -210,6 +228,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._visible(tensor) and self._storage_of(tensor) < 0
         ]
         op.writes = tuple(dict.fromkeys(value for value in written if value >= 0))
+
+    def _try(self, recipe: Recipe, args: Any, kwargs: Any, result: Any) -> None:
+        outputs = tuple(self._value_of(tensor) for tensor in tensors_in((result,)))
+        if repeats(recipe, args, kwargs, result):
+            self.recipes[len(self.ops) - 1] = replace(recipe, outputs=outputs)
 
     # -- storages and values -----------------------------------------------------------------
 

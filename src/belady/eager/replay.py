@@ -1,0 +1,185 @@
+"""Saved values that are not kept but made again, by running the ops that made them.
+
+Nothing of the user's code runs again: no module, no hook, no random number. What runs again are ops
+that were seen to give the same bits (`belady.measure.recipes`), on inputs that are there anyway:
+parameters, and values that autograd saves for nodes that come later in backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from belady.eager.witness import demand_unchanged
+from belady.errors import PlanMismatchError
+from belady.ir.plan import Plan, Recompute
+from belady.ir.trace import Trace
+from belady.measure.recipes import Operand, Recipe
+from belady.memory.geometry import content_of, unseen
+
+# Gives the bytes of a value and how many of its storage are left out before them.
+Source = Callable[[], tuple[torch.Tensor, int]]
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """How the ops of a trace are run again, and the tensors that own its persistent storages."""
+
+    by_op: Mapping[int, Recipe] = field(default_factory=dict)
+    owners: Mapping[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The recipes of one replay, in order, and what they need.
+
+    Attributes
+    ----------
+    value
+        What it makes; the whole storage of ``nbytes`` bytes.
+    saved, owned
+        Values that other saves hold, and the tensors of those that persist.
+    """
+
+    value: int
+    nbytes: int
+    recipes: tuple[Recipe, ...]
+    saved: tuple[int, ...]
+    owned: Mapping[int, weakref.ref[torch.Tensor]]
+
+
+def chains(trace: Trace, plan: Plan, recipes: Recipes) -> dict[int, Chain]:
+    """The replay of every value that ``plan`` recomputes.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan replays an op that has no recipe.
+    """
+    found = {}
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, Recompute):
+            found[value] = _chain(trace, value, decision, recipes)
+    return found
+
+
+def _chain(trace: Trace, value: int, decision: Recompute, recipes: Recipes) -> Chain:
+    missing = [op for op in decision.ops if op not in recipes.by_op]
+    if missing:
+        raise PlanMismatchError(f"{trace.locate(missing[0])} cannot be run again here")
+    steps = tuple(recipes.by_op[op] for op in decision.ops)
+    made: set[int] = set()
+    saved: list[int] = []
+    owned: dict[int, weakref.ref[torch.Tensor]] = {}
+    for step in steps:
+        for operand in step.operands():
+            storage = trace.values[operand.value].storage
+            if operand.value in made:
+                continue
+            if trace.storages[storage].persistent:
+                owned[operand.value] = recipes.owners[storage]
+            else:
+                saved.append(operand.value)
+        made.update(step.outputs)
+    nbytes = trace.storages[trace.values[value].storage].nbytes
+    return Chain(value, nbytes, steps, tuple(dict.fromkeys(saved)), owned)
+
+
+class Recomputed:
+    """Bytes that are made again when they are read.
+
+    Parameters
+    ----------
+    tensor
+        The saved tensor; it is not held.
+    sources
+        Of the values in ``chain.saved``. Each keeps its value alive, for as long as this lives.
+    """
+
+    def __init__(self, tensor: torch.Tensor, chain: Chain, sources: Mapping[int, Source]) -> None:
+        self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.version = tensor._version
+        self.unread = 0
+        self.given: list[tuple[torch.Tensor, int]] = []
+        self.skipped_bytes = 0
+        self.here: torch.Tensor | None = None
+        self._reader: torch.cuda.Stream | None = None
+        self._chain = chain
+        self._sources = sources
+        self._versions = {value: _alive(owner)._version for value, owner in chain.owned.items()}
+
+    def take(self) -> torch.Tensor:
+        """Give the bytes, running the ops now unless they were run already.
+
+        Raises
+        ------
+        StaleValueError
+            If an input was changed in place since.
+        """
+        device = None if self.here is None else self.here.device
+        if self.here is None:
+            with unseen():
+                self.here = self._replay()
+            self._reader = _stream_of(self.here)
+        elif device is not None and device.type == "cuda":
+            reader = torch.cuda.current_stream(device)
+            if self._reader is not None and reader != self._reader:
+                reader.wait_stream(self._reader)
+                self.here.record_stream(reader)
+        return self.here
+
+    @property
+    def shared(self) -> bool:
+        """Whether another reader would get the same bytes."""
+        return self.here is not None
+
+    def let_go(self) -> None:
+        """Drop the bytes; another read makes them again."""
+        self.here = None
+        self.given.clear()
+
+    def _replay(self) -> torch.Tensor:
+        made: dict[int, torch.Tensor] = {}
+
+        def tensor_of(operand: Operand) -> torch.Tensor:
+            tensor = made.get(operand.value)
+            if tensor is not None:
+                return operand.geometry.on(_whole(tensor))
+            content, skipped = self._input(operand.value)
+            return operand.geometry.on(content, skipped)
+
+        for step in self._chain.recipes:
+            made.update(zip(step.outputs, step.run(tensor_of), strict=True))
+        content = _whole(made[self._chain.value])
+        if content.numel() != self._chain.nbytes:
+            raise PlanMismatchError(
+                f"a replay gave {content.numel()} bytes where {self._chain.nbytes} were saved"
+            )
+        return content
+
+    def _input(self, value: int) -> tuple[torch.Tensor, int]:
+        owner = self._chain.owned.get(value)
+        if owner is None:
+            return self._sources[value]()
+        tensor = _alive(owner)
+        demand_unchanged(tensor, self._versions[value])
+        return _whole(tensor), 0
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return content_of(tensor, 0, tensor.untyped_storage().nbytes())
+
+
+def _alive(owner: weakref.ref[torch.Tensor]) -> torch.Tensor:
+    tensor = owner()
+    if tensor is None:
+        raise PlanMismatchError("a parameter that a replay needs is gone")
+    return tensor
+
+
+def _stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

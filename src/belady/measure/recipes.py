@@ -1,0 +1,147 @@
+"""What it takes to run an op again: the operator, its arguments, and which values they were.
+
+Only ops that give the same bits for the same inputs and touch nothing else have a recipe. Random
+ops never do; convolutions and matrix products neither, since a library may take another algorithm
+when memory is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from belady.measure.records import tensors_in
+from belady.memory.geometry import Geometry, content_of
+
+# A norm over the batch needs no running statistics, and must not update them again.
+_BATCH_NORMS = frozenset({"aten.native_batch_norm.default", "aten.cudnn_batch_norm.default"})
+_RUNNING, _TRAINING = (3, 4), 5
+
+_IN_PLACE = (
+    "relu_ silu_ sigmoid_ tanh_ hardtanh_ hardswish_ hardsigmoid_ leaky_relu_ elu_ mish_ "
+    "add_.Tensor add_.Scalar mul_.Tensor mul_.Scalar sub_.Tensor div_.Tensor neg_"
+)
+_FRESH = (
+    "relu silu sigmoid tanh gelu hardtanh hardswish hardsigmoid leaky_relu elu mish softplus "
+    "threshold add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor "
+    "div.Scalar neg exp log sqrt rsqrt reciprocal abs pow.Tensor_Scalar clamp where.self "
+    "masked_fill.Scalar masked_fill.Tensor _to_copy clone cat stack "
+    "native_layer_norm native_group_norm _fused_rms_norm "
+    "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d "
+    "_softmax _log_softmax"
+)
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(f"aten.{w if '.' in w else w + '.default'}" for w in words.split())
+
+
+# The bits of an elementwise op depend on nothing but its inputs; any other is tried.
+IN_PLACE = _names(_IN_PLACE)
+REPLAYABLE = _names(_FRESH) | _BATCH_NORMS | IN_PLACE
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument: the value that it showed, and how it lay on the bytes."""
+
+    value: int
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """An op to be run again.
+
+    Attributes
+    ----------
+    args, kwargs
+        As they were, with an `Operand` for each tensor.
+    outputs
+        The value that each tensor of the result showed, in order.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...] = ()
+
+    def operands(self) -> Iterator[Operand]:
+        """Tensor arguments, in order."""
+        stack: list[Any] = [self.args, list(self.kwargs.values())]
+        while stack:
+            item = stack.pop(0)
+            if isinstance(item, Operand):
+                yield item
+            elif isinstance(item, (list, tuple)) and not isinstance(item, Geometry):
+                stack[:0] = item
+
+    def run(self, tensor_of: Callable[[Operand], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the op on the tensors that ``tensor_of`` gives; the tensors of its result."""
+        args, kwargs = tree_map_only(Operand, tensor_of, (self.args, self.kwargs))
+        with torch.no_grad(), torch._C._DisableAutocast():
+            result = self.func(*args, **kwargs)
+        return tuple(tensors_in((result,)))
+
+
+def draft(
+    func: Any, args: tuple[Any, ...], kwargs: Any, value_of: Callable[[torch.Tensor], int]
+) -> Recipe | None:
+    """Recipe of a call that is about to be made, its outputs unknown; None if it has none.
+
+    Parameters
+    ----------
+    value_of
+        Number of the value that a tensor shows; -1 where it is not recorded.
+    """
+    name = str(func)
+    if name not in REPLAYABLE:
+        return None
+    if name in _BATCH_NORMS:
+        if not args[_TRAINING]:
+            return None  # running statistics change unseen between forward and backward
+        args = tuple(None if place in _RUNNING else arg for place, arg in enumerate(args))
+
+    def operand(tensor: torch.Tensor) -> Operand:
+        return Operand(value_of(tensor), Geometry.of(tensor))
+
+    recipe = Recipe(func, *tree_map_only(torch.Tensor, operand, (args, kwargs)))
+    return None if any(operand.value < 0 for operand in recipe.operands()) else recipe
+
+
+def repeats(recipe: Recipe, args: tuple[Any, ...], kwargs: Any, result: Any) -> bool:
+    """Whether running the op once more gives the same bits; False where there is no room for it.
+
+    Parameters
+    ----------
+    args, kwargs, result
+        Of the call that has just been made.
+    """
+    if str(recipe.func) in IN_PLACE:
+        return True
+    tensors = iter(list(tensors_in((_as_replayed(recipe, args), *kwargs.values()))))
+    try:
+        again = recipe.run(lambda _: next(tensors))
+    except RuntimeError:
+        return False
+    first = tuple(tensors_in((result,)))
+    return len(first) == len(again) and all(map(_same_bits, first, again))
+
+
+def _as_replayed(recipe: Recipe, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments without those that a replay leaves out."""
+    return tuple(None if kept is None else arg for kept, arg in zip(recipe.args, args, strict=True))
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if one.shape != two.shape or one.stride() != two.stride() or one.dtype != two.dtype:
+        return False
+    nbytes = one.untyped_storage().nbytes()
+    if two.untyped_storage().nbytes() != nbytes:
+        return False
+    # As bytes: NaN equals itself, and 0 is not -0.
+    return torch.equal(content_of(one, 0, nbytes), content_of(two, 0, nbytes))
