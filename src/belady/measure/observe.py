@@ -133,10 +133,13 @@ def _ops(recorder: Recorder, first: dict[int, int], *, timed: bool) -> list[Op]:
     ops = []
     timings = recorder.clock.results()
     issue = _issue_seconds(recorder) if timed else [0.0] * len(recorder.ops)
-    for raw, run, host_seconds in zip(recorder.ops, timings, issue, strict=True):
+    for index, (raw, run, host_seconds) in enumerate(
+        zip(recorder.ops, timings, issue, strict=True)
+    ):
         forward = first.get(raw.sequence) if raw.phase is Phase.BACKWARD else None
         origin = raw if forward is None else recorder.ops[forward]
-        ops.append(_op(raw, origin, (forward, host_seconds), run))
+        op = _op(raw, origin, (forward, host_seconds), run)
+        ops.append(replace(op, replayable=index in recorder.recipes))
     return ops
 
 
