@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the arguments name."""
     begun = time.monotonic()
-    execute(_set(cases(arguments), arguments), arguments.out, arguments.limit_s)
+    execute(_set(cases(arguments), arguments), arguments, arguments.limit_s)
     left = arguments.limit_s - (time.monotonic() - begun)
-    return execute(_set(against(arguments), arguments), arguments.out, left)
+    return execute(_set(against(arguments), arguments), arguments, left)
 
 
 def _set(cases: Iterable[Case], arguments: argparse.Namespace) -> list[Case]:
