@@ -46,6 +46,8 @@ class OpSpec:
         Whether backward takes back what this op saves.
     lean_algorithm
         Whether there is a slower way to run it without workspace.
+    replayable
+        Whether it gives the same again.
     """
 
     nbytes: int = 1024
@@ -60,6 +62,7 @@ class OpSpec:
     in_place: bool = False
     asked: bool = True
     lean_algorithm: bool = False
+    replayable: bool = False
 
 
 @dataclass
@@ -210,13 +213,13 @@ class _Builder:
         spec, back = self.specs[forward], index >= len(self.specs)
         phase = Phase.BACKWARD if back else Phase.LOSS if loss else Phase.FORWARD
         seconds = spec.device_us * (2e-6 if back else 1e-6)
+        weights = self.parameters.values()
         algorithms: tuple[Algorithm, ...] = ()
         if spec.lean_algorithm and not back:
             algorithms = (
                 Algorithm("fast", seconds, spec.workspace_bytes),
                 Algorithm("lean", 1.5 * seconds + 1e-6, 0),
             )
-        kinds = [self.storages[self.values[v].storage].kind for v in self.reads[index]]
         return Op(
             name="layer_backward" if back else "layer",
             module=f"layer{forward}",
@@ -229,9 +232,10 @@ class _Builder:
             reads=tuple(self.reads[index]),
             writes=tuple(self.writes[index]),
             mutates=index in self.mutates,
-            batch_dims=tuple(None if k is StorageKind.PARAMETER else 0 for k in kinds),
+            batch_dims=tuple(None if v in weights else 0 for v in self.reads[index]),
             forward_op=forward if back else None,
             algorithms=algorithms,
+            replayable=spec.replayable and not back,
         )
 
 
@@ -257,12 +261,10 @@ def build_trace(
     build = _Builder(specs, device)
     build.forward()
     build.backward()
-    first = build.storages[0]
     if not input_held:
-        reads = [use.op + 1 for use in build.values[0].uses if use.op < len(specs)]
-        drops = [save.dropped for save in build.values[0].saves]
-        first.released = max(reads, default=0)
-        first.death = max([first.released, *drops])
+        first, given = build.storages[0], build.values[0]
+        first.released = max((u.op + 1 for u in given.uses if u.op < len(specs)), default=0)
+        first.death = max([first.released, *(save.dropped for save in given.saves)])
     anchors = {
         boundary
         for content in build.values

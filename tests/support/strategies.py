@@ -38,6 +38,7 @@ def op_specs() -> st.SearchStrategy[OpSpec]:
         in_place=st.booleans(),
         asked=st.sampled_from((True, True, True, False)),
         lean_algorithm=st.booleans(),
+        replayable=st.sampled_from((True, True, False)),
     )
 
 
@@ -71,6 +72,7 @@ def random_trace(seed: int, ops: int, *, device: str = "cuda") -> Trace:
             saves_output=rng.random() < 0.5,
             in_place=rng.random() < 0.3,
             lean_algorithm=rng.random() < 0.2,
+            replayable=rng.random() < 0.6,
         )
         for _ in range(ops // 2)
     ]

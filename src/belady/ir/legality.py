@@ -9,6 +9,7 @@ from itertools import pairwise
 from belady.errors import InfeasibleBudgetError, PlanMismatchError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Encode, Managed, Offload, Plan, Recompute
+from belady.ir.replay import reasons
 from belady.ir.residency import away, curve, intervals, tier_curve
 from belady.ir.trace import Tier, Trace
 
@@ -72,8 +73,8 @@ def check(trace: Trace, hardware: HardwareProfile, plan: Plan, budget: Budget) -
         return Verdict(0, 0, 0, 0, tuple(problems))
     problems += _not_executable(plan)
     problems += _unreachable(hardware, plan)
-    for value, decision in plan.decisions.items():
-        problems += _decision_problems(trace, value, decision)
+    for value in plan.decisions:
+        problems += _decision_problems(trace, plan, value)
     if problems:
         return Verdict(0, 0, 0, 0, tuple(problems))
     spans = intervals(trace, plan)
@@ -132,9 +133,8 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
         if getattr(plan, name):
             yield Problem(f"no engine carries out {name} yet")
     for value, decision in plan.decisions.items():
-        if isinstance(decision, (Recompute, Managed)):
-            kind = type(decision).__name__
-            yield Problem(f"value {value}: no engine carries out {kind} yet", value=value)
+        if isinstance(decision, Managed):
+            yield Problem(f"value {value}: no engine carries out Managed yet", value=value)
 
 
 def _unreachable(hardware: HardwareProfile, plan: Plan) -> Iterator[Problem]:
@@ -161,8 +161,8 @@ def _unreachable(hardware: HardwareProfile, plan: Plan) -> Iterator[Problem]:
                         )
 
 
-def _decision_problems(trace: Trace, index: int, decision: object) -> Iterator[Problem]:
-    value = trace.values[index]
+def _decision_problems(trace: Trace, plan: Plan, index: int) -> Iterator[Problem]:
+    value, decision = trace.values[index], plan.decisions[index]
     storage = trace.storages[value.storage]
     if not value.saves:
         yield Problem(f"value {index} is never saved, so it cannot move", value=index)
@@ -174,6 +174,9 @@ def _decision_problems(trace: Trace, index: int, decision: object) -> Iterator[P
     last = value.first_read if value.first_read is not None else value.dropped
     if isinstance(decision, Offload):
         yield from _offload_problems(trace, index, decision, last)
+    elif isinstance(decision, Recompute):
+        for message, op in reasons(trace, index, plan.decisions):
+            yield Problem(f"value {index}: {message}", op=op, value=index)
     elif isinstance(decision, Encode) and not (
         value.first_save <= decision.encode_at <= decision.decode_at <= last
     ):

@@ -47,7 +47,15 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop the value and produce it again at boundary ``at`` by replaying ops of forward."""
+    """Drop the value and produce it again by replaying ops of forward; see `belady.ir.replay`.
+
+    Attributes
+    ----------
+    ops
+        What is replayed, ascending; the last one writes the value.
+    at
+        Boundary of the replay: the first read in backward.
+    """
 
     ops: tuple[int, ...]
     at: int

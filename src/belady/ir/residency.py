@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from belady.errors import PlanMismatchError
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Decision, Encode, Offload, Plan
+from belady.ir.plan import Decision, Encode, Offload, Plan, Recompute
 from belady.ir.trace import Tier, Trace, Value
 
 
@@ -53,7 +53,7 @@ def offload_boundaries(trace: Trace, decision: Offload) -> tuple[int, int, int]:
     return out, free, max(back, free)
 
 
-def away(trace: Trace, index: int, decision: Offload) -> tuple[int, int]:
+def away(trace: Trace, index: int, decision: Offload | Recompute) -> tuple[int, int]:
     """Boundaries between which the bytes of a value are off the device under ``decision``.
 
     The first is where the original is gone, as far as other saved values of its storage allow;
@@ -62,6 +62,8 @@ def away(trace: Trace, index: int, decision: Offload) -> tuple[int, int]:
     """
     value = trace.values[index]
     released = trace.storages[value.storage].released
+    if isinstance(decision, Recompute):
+        return max(value.first_save, released), decision.at
     stay = next((stay for stay in _stays(trace, value, decision) if stay.out < stay.end), None)
     if stay is None:
         return value.dropped, value.dropped
@@ -107,10 +109,15 @@ def curve(
     """
     spans = intervals(trace, plan) if spans is None else spans
     held = tier_curve(spans, Tier.DEVICE, len(trace.ops), allocator)
-    chosen = _chosen_workspaces(trace, plan)
-    for index, op in enumerate(trace.ops):
-        held[index] += allocator.held(chosen.get(index, op.workspace_bytes))
-    return held
+    scratch = [allocator.held(op.workspace_bytes) for op in trace.ops]
+    for index, nbytes in _chosen_workspaces(trace, plan).items():
+        scratch[index] = allocator.held(nbytes)
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, Recompute):
+            # What a replay takes on top is gone before the op at its boundary is issued.
+            at = min(decision.at, len(scratch) - 1)
+            scratch[at] = max(scratch[at], replay_bytes(trace, value, decision, allocator))
+    return [have + more for have, more in zip(held, scratch, strict=True)]
 
 
 def tier_curve(
@@ -124,6 +131,15 @@ def tier_curve(
             change[min(start, length)] += nbytes
             change[min(end, length)] -= nbytes
     return list(accumulate(change[:length]))
+
+
+def replay_bytes(trace: Trace, index: int, decision: Recompute, allocator: Allocator) -> int:
+    """Bytes that a replay takes while it runs, beside those of the value: outputs and workspace."""
+    ops = [trace.ops[op] for op in decision.ops]
+    written = {trace.values[output].storage for op in ops for output in op.writes}
+    written.discard(trace.values[index].storage)
+    outputs = sum(allocator.held(trace.storages[storage].nbytes) for storage in written)
+    return outputs + max((allocator.held(op.workspace_bytes) for op in ops), default=0)
 
 
 def reload_end(trace: Trace, value: Value) -> int:
@@ -159,7 +175,7 @@ def _stays(trace: Trace, value: Value, decision: Offload) -> Iterator[_Stay]:
     """What the engine does, time by time: when the last save is dropped, it forgets the value."""
     due_out, due_free, due_back = offload_boundaries(trace, decision)
     due_back = next_anchor(trace, due_back)
-    for start, end, reads in _times_saved(value):
+    for start, end, reads in times_saved(value):
         if not start <= due_out < end:
             # Never sent, so the original stays.
             yield _Stay(end, end, end, None)
@@ -172,7 +188,7 @@ def _stays(trace: Trace, value: Value, decision: Offload) -> Iterator[_Stay]:
         yield _Stay(end, due_out, free, min(backs, default=None))
 
 
-def _times_saved(value: Value) -> Iterator[tuple[int, int, list[int]]]:
+def times_saved(value: Value) -> Iterator[tuple[int, int, list[int]]]:
     """First save, last drop and reads of each uninterrupted time for which a value is saved."""
     saves = value.saves
     if len(saves) > 1:
@@ -194,6 +210,8 @@ def _where(trace: Trace, index: int, decision: Decision | None) -> tuple[int, li
         return _offloaded(trace, index, decision)
     if isinstance(decision, Encode):
         return _encoded(trace, index, decision)
+    if isinstance(decision, Recompute):
+        return _recomputed(trace, index, decision)
     return reload_end(trace, trace.values[index]), []
 
 
@@ -223,6 +241,14 @@ def _encoded(trace: Trace, index: int, decision: Encode) -> tuple[int, list[Inte
         Interval(Tier.DEVICE, value.storage, index, decision.decode_at, end, nbytes),
     ]
     return decision.encode_at, held
+
+
+def _recomputed(trace: Trace, index: int, decision: Recompute) -> tuple[int, list[Interval]]:
+    value = trace.values[index]
+    nbytes = trace.storages[value.storage].nbytes
+    end = reload_end(trace, value)
+    again = Interval(Tier.DEVICE, value.storage, index, decision.at, end, nbytes)
+    return value.first_save, [again]
 
 
 def _chosen_workspaces(trace: Trace, plan: Plan) -> dict[int, int]:

@@ -84,13 +84,15 @@ class Timeline:
     Attributes
     ----------
     compute_seconds
-        Sum of kernel time.
+        Sum of kernel time, replays excluded.
     curve
         Device bytes held during each op, allocator rounding and workspace included.
     peak_op
         Index of the op at the device peak.
     spans
         Work on every lane in order of start.
+    replay_seconds
+        Sum of kernel time of the ops that are run again. With the stalls it is the overhead.
     """
 
     seconds: float
@@ -101,6 +103,7 @@ class Timeline:
     stalls: tuple[Stall, ...] = ()
     curve: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
+    replay_seconds: float = 0.0
     version: int = field(default=1, metadata={"const": 1})
 
     @property

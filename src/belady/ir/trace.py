@@ -100,6 +100,8 @@ class Op:
         For a backward op, the index of the forward op that it differentiates.
     algorithms
         Alternatives to the way in which it was observed (convolutions), fastest first.
+    replayable
+        Whether running it again on the same inputs gives the same bits and touches nothing else.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Op:
     batch_dims: tuple[int | None, ...] = ()
     forward_op: int | None = None
     algorithms: tuple[Algorithm, ...] = ()
+    replayable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +254,9 @@ class Trace:
     versions: tuple[tuple[str, str], ...] = ()
     version: int = field(default=1, metadata={"const": 1})
 
-    @property
+    @cached_property
     def saved(self) -> tuple[int, ...]:
         """Ids of the values that autograd saves and that are not persistent."""
-        return self._saved
-
-    @cached_property
-    def _saved(self) -> tuple[int, ...]:
         return tuple(
             index
             for index, value in enumerate(self.values)
@@ -274,8 +273,16 @@ class Trace:
         return last
 
     @cached_property
+    def contents(self) -> dict[int, list[int]]:
+        """Ids of the values of each storage, in the order in which they are written."""
+        found: dict[int, list[int]] = {}
+        for index in sorted(range(len(self.values)), key=lambda i: self.values[i].producer):
+            found.setdefault(self.values[index].storage, []).append(index)
+        return found
+
+    @cached_property
     def fingerprint(self) -> str:
-        """Name of the structure (not seconds, workspaces, source, versions), 16 hex digits."""
+        """Name of the structure (not seconds, workspaces, what may be replayed), 16 hex digits."""
         digest = hashlib.sha256()
         for op in self.ops:
             digest.update(repr((op.name, op.phase, op.reads, op.writes)).encode())

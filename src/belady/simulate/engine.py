@@ -1,8 +1,9 @@
 """Predict an iteration: when each op and copy runs, and what compute waits for.
 
 The order of issue is that of the eager engine. The host issues ops in order; at the boundary
-before each it issues the plan's actions: copy-outs, then frees, copy-ins and waits, values in
-the order of the plan. Six lanes carry the work, each first in, first out (`belady.simulate.lanes`).
+before each it issues the plan's actions: copy-outs, then frees, copy-ins, waits and replays,
+values in the order of the plan. Six lanes carry the work, each first in, first out
+(`belady.simulate.lanes`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from itertools import pairwise
 
 from belady.errors import PlanMismatchError, TierError
 from belady.ir.hardware import HardwareProfile, Link
-from belady.ir.plan import Encode, Offload, Plan
+from belady.ir.plan import Encode, Offload, Plan, Recompute
+from belady.ir.replay import sources
 from belady.ir.residency import curve, intervals, offload_boundaries, tier_curve
 from belady.ir.timeline import Cause, Lane, Moved, Span, Stall, TierPeak, Timeline
 from belady.ir.trace import Tier, Trace
@@ -29,6 +31,7 @@ class _Action(IntEnum):
     COPY_IN = 3
     READY = 4
     DECODE = 5
+    REPLAY = 6
 
 
 def simulate(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Timeline:
@@ -87,7 +90,7 @@ def _refuse(trace: Trace, plan: Plan) -> None:
     if plan.sections or plan.order_edits:
         raise PlanMismatchError("sections and order edits must be applied before simulating")
     for value, decision in plan.decisions.items():
-        if not isinstance(decision, (Offload, Encode)):
+        if not isinstance(decision, (Offload, Encode, Recompute)):
             kind = type(decision).__name__
             raise PlanMismatchError(f"value {value}: {kind} cannot be simulated")
 
@@ -106,6 +109,8 @@ def _actions(trace: Trace, plan: Plan) -> dict[int, list[tuple[_Action, int]]]:
         elif isinstance(decision, Encode):
             found.append((decision.encode_at, _Action.ENCODE, value))
             found.append((decision.decode_at, _Action.DECODE, value))
+        elif isinstance(decision, Recompute):
+            found.append((decision.at, _Action.REPLAY, value))
     found.sort(key=lambda entry: entry[:2])
     by_boundary: dict[int, list[tuple[_Action, int]]] = {}
     for boundary, kind, value in found:
@@ -132,14 +137,14 @@ class _Issuer:
             for kind, value in actions.get(boundary, ()):
                 self._act(kind, value, boundary)
             if boundary < len(seconds):
-                self._op(boundary, seconds[boundary])
+                self._work(boundary, self.trace.ops[boundary].host_seconds, seconds[boundary])
 
-    def _op(self, index: int, seconds: float) -> None:
+    def _work(self, index: int, host_s: float, seconds: float, value: int = -1) -> None:
         # A CPU has one thread for both: the host goes on when the op is done.
         serial = self.trace.device == "cpu"
         after = (self.compute,) if serial and self.compute else ()
-        self.host = self._add(Task(Lane.HOST, self.trace.ops[index].host_seconds, after, op=index))
-        self.compute = self._add(Task(Lane.COMPUTE, seconds, (self.host,), op=index))
+        self.host = self._add(Task(Lane.HOST, host_s, after, op=index, value=value))
+        self.compute = self._add(Task(Lane.COMPUTE, seconds, (self.host,), op=index, value=value))
 
     def _act(self, kind: _Action, value: int, boundary: int) -> None:
         if kind is _Action.COPY_OUT:
@@ -150,6 +155,8 @@ class _Issuer:
             self._wait(self.copies[value][0], Cause.COPY_OUT)
         elif kind is _Action.READY:
             self._wait(self.copies[value][-1], Cause.COPY_IN)
+        elif kind is _Action.REPLAY:
+            self._replay(value, boundary)
         else:
             self._codec(value, boundary)
 
@@ -177,6 +184,16 @@ class _Issuer:
 
     def _wait(self, copy: Task, cause: Cause) -> None:
         self.compute = self._add(Task(Lane.COMPUTE, 0.0, (copy,), value=copy.value, cause=cause))
+
+    def _replay(self, value: int, boundary: int) -> None:
+        decision = self.plan.decisions[value]
+        if isinstance(decision, Recompute):
+            for source in sources(self.trace, decision):
+                if source in self.copies:
+                    self._wait(self.copies[source][-1], Cause.COPY_IN)
+            host_s = sum(self.trace.ops[op].host_seconds for op in decision.ops)
+            seconds = sum(self.trace.ops[op].device_seconds for op in decision.ops)
+            self._work(boundary, host_s, seconds, value)
 
     def _codec(self, value: int, boundary: int) -> None:
         decision = self.plan.decisions[value]
@@ -214,6 +231,7 @@ def _timeline(trace: Trace, hardware: HardwareProfile, plan: Plan, tasks: list[T
     work = [task for task in tasks if task.cause is None]
     spans = [Span(t.lane, t.start, t.end, t.op, t.value) for t in work]
     spans.sort(key=lambda span: span.start_s)
+    replayed = {v for v, decision in plan.decisions.items() if isinstance(decision, Recompute)}
     elsewhere = intervals(trace, plan)
     peaks = [TierPeak(Tier.DEVICE, max(held, default=0))]
     for tier in (Tier.HOST, Tier.DISK):
@@ -221,13 +239,14 @@ def _timeline(trace: Trace, hardware: HardwareProfile, plan: Plan, tasks: list[T
         peaks.append(TierPeak(tier, nbytes))
     return Timeline(
         seconds=compute[-1].end if compute else 0.0,
-        compute_seconds=sum(task.seconds for task in compute),
+        compute_seconds=sum(task.seconds for task in compute if task.value not in replayed),
         peaks=tuple(peaks),
         peak_op=peak_op,
         moved=_moved(tasks),
         stalls=_stalls(compute, serial=trace.device == "cpu"),
         curve=tuple(held),
         spans=tuple(spans),
+        replay_seconds=sum(task.seconds for task in compute if task.value in replayed),
     )
 
 

@@ -1,0 +1,157 @@
+"""What may be recomputed, and from what: the rules of `belady.ir.plan.Recompute`.
+
+A replay runs at the value's first read in backward. It starts from bytes that are on the device
+then and are what they were: parameters and buffers that nobody has written, and saved values
+that autograd goes on to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+
+from belady.ir.plan import Decision, Encode, Managed, Offload, Recompute
+from belady.ir.residency import away, times_saved
+from belady.ir.trace import Phase, Trace
+
+# What is wrong, and with which op; -1 where no single one is meant.
+Reason = tuple[str, int]
+
+
+def reasons(trace: Trace, index: int, decisions: Mapping[int, Decision]) -> Iterator[Reason]:
+    """Why the Recompute of value ``index`` may not run beside the other ``decisions``."""
+    decision = decisions[index]
+    if not isinstance(decision, Recompute):
+        return
+    wrong = [*_ops_wrong(trace, index, decision)]
+    yield from wrong
+    yield from refusals(trace, index, decision.at)
+    if wrong:
+        return
+    made: set[int] = set()
+    for op in decision.ops:
+        if why := irreproducible(trace, op):
+            yield f"{trace.locate(op)} cannot be replayed: it {why}", op
+        if why := overwrites(trace, op, made):
+            yield f"{trace.locate(op)} {why}", op
+        for source in trace.ops[op].reads:
+            if source not in made:
+                why = unavailable(trace, source, index) or _elsewhere(
+                    trace, source, decision.at, decisions.get(source)
+                )
+                if why:
+                    yield f"{trace.locate(op)} reads value {source}, which {why}", op
+        made.update(trace.ops[op].writes)
+
+
+def sources(trace: Trace, decision: Recompute) -> list[int]:
+    """Values that a replay reads and does not write itself, in the order in which it reads them."""
+    made: set[int] = set()
+    found: dict[int, None] = {}
+    for op in decision.ops:
+        found |= dict.fromkeys(value for value in trace.ops[op].reads if value not in made)
+        made.update(trace.ops[op].writes)
+    return list(found)
+
+
+def refusals(trace: Trace, index: int, at: int) -> Iterator[Reason]:
+    """Why value ``index`` can by no replay be dropped and be back at boundary ``at``."""
+    value = trace.values[index]
+    if at != value.first_read:
+        read = "never" if value.first_read is None else f"at {value.first_read}"
+        yield f"recomputed at {at}, but backward reads it {read} first", -1
+        return
+    for other in trace.contents[value.storage]:
+        if other != index and trace.values[other].saves:
+            yield f"value {other} of its storage is saved too and would not come back with it", -1
+    times = [*times_saved(value)]
+    if len(times) > 1:
+        yield f"it is let go at {times[0][1]} and saved again", -1
+    gone, back = away(trace, index, Recompute((), at))
+    if gone >= back or trace.storages[value.storage].nbytes == 0:
+        yield f"its bytes would be off the device for no op: gone at {gone}, back at {back}", -1
+
+
+def irreproducible(trace: Trace, op: int) -> str:
+    """Why op ``op`` cannot be run again; empty if it can."""
+    it = trace.ops[op]
+    if it.phase not in (Phase.FORWARD, Phase.LOSS):
+        return f"is of phase {it.phase.value}"
+    if it.communicates:
+        return "communicates"
+    if it.random:
+        return "draws random numbers"
+    if not it.replayable:
+        return "is not replayable"
+    for output in it.writes:
+        storage = trace.storages[trace.values[output].storage]
+        if storage.persistent:
+            return f"writes value {output}, a {storage.kind.value}"
+    return ""
+
+
+def overwrites(trace: Trace, op: int, made: Container[int]) -> str:
+    """Which content op ``op`` would overwrite that the replay did not make; empty if none."""
+    for output in trace.ops[op].writes:
+        before = predecessor(trace, output)
+        if before is not None and before not in made:
+            return f"writes value {output} over bytes that the replay has not written"
+    return ""
+
+
+def predecessor(trace: Trace, index: int) -> int | None:
+    """Value that value ``index`` was written over, None for new bytes."""
+    contents = trace.contents[trace.values[index].storage]
+    at = contents.index(index)
+    return contents[at - 1] if at else None
+
+
+def unavailable(trace: Trace, source: int, index: int) -> str:
+    """Why no replay of value ``index`` may start from value ``source``; empty if it may.
+
+    Decisions are not considered: this is the case in which every other value is kept.
+    """
+    value, wanted = trace.values[source], trace.values[index]
+    at = wanted.first_read or 0
+    for other in trace.contents[value.storage]:
+        writer = trace.values[other].producer
+        if value.producer < writer < at:
+            return f"{trace.locate(writer)} overwrites before boundary {at}"
+    if trace.storages[value.storage].persistent:
+        return ""
+    if not value.saves:
+        return "autograd does not save"
+    held = any(start < at < end for start, end, _ in times_saved(value))
+    if not held or value.dropped < wanted.dropped:
+        return f"autograd lets go at {value.dropped}, before it is done with value {index}"
+    return ""
+
+
+def _elsewhere(trace: Trace, source: int, at: int, decision: Decision | None) -> str:
+    """Why the bytes of a saved value are not on the device at ``at``; empty if they are."""
+    if isinstance(decision, (Recompute, Managed)):
+        return f"is to be {type(decision).__name__} itself: its ops belong into this replay"
+    if isinstance(decision, Encode) and decision.decode_at > at:
+        return f"is decoded at {decision.decode_at} only, after boundary {at}"
+    if isinstance(decision, Offload):
+        _, back = away(trace, source, decision)
+        if back > at:
+            return f"comes back to the device at {back}, after boundary {at}"
+        if all(read < at for save in trace.values[source].saves for read in save.reads):
+            return f"is read for the last time before boundary {at}, and then let go"
+    return ""
+
+
+def _ops_wrong(trace: Trace, index: int, decision: Recompute) -> Iterator[Reason]:
+    ops, count = decision.ops, len(trace.ops)
+    for op in ops:
+        if not 0 <= op < count:
+            yield f"op {op} does not exist: the trace has {count}", op
+            return
+    if list(ops) != sorted(set(ops)):
+        yield f"the ops {list(ops)} are not in ascending order", -1
+    if not ops:
+        yield "there is no op to replay", -1
+    elif index not in trace.ops[ops[-1]].writes:
+        yield f"{trace.locate(ops[-1])} is replayed last and does not write it", ops[-1]
+    elif ops[-1] >= decision.at:
+        yield f"{trace.locate(ops[-1])} comes only after boundary {decision.at}", ops[-1]
