@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 
 from belady.ir.plan import Decision, Encode, Managed, Offload, Recompute
 from belady.ir.residency import away, times_saved
-from belady.ir.trace import Phase, Trace
+from belady.ir.trace import Phase, Trace, Value
 
 # What is wrong, and with which op; -1 where no single one is meant.
 Reason = tuple[str, int]
@@ -120,10 +120,16 @@ def unavailable(trace: Trace, source: int, index: int) -> str:
         return ""
     if not value.saves:
         return "autograd does not save"
+    if _first_pack(value) > _first_pack(wanted):
+        return f"autograd saves only after value {index}"
     held = any(start < at < end for start, end, _ in times_saved(value))
     if not held or value.dropped < wanted.dropped:
         return f"autograd lets go at {value.dropped}, before it is done with value {index}"
     return ""
+
+
+def _first_pack(value: Value) -> tuple[int, int, int]:
+    return min((save.packed, save.pass_index, save.ordinal) for save in value.saves)
 
 
 def _elsewhere(trace: Trace, source: int, at: int, decision: Decision | None) -> str:
