@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import belady
 from belady.eager.hooks import HookPair
 from belady.eager.planned import Planned
-from belady.ir.plan import Assignment, Budget, Decision, Encode, Keep, Offload, Plan
+from belady.eager.replay import Recipes
+from belady.ir.plan import Assignment, Budget, Decision, Encode, Keep, Offload, Plan, Recompute
+from belady.ir.replay import reasons
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier, Trace
 from belady.memory.carrier import Carrier
 from belady.memory.lanes import CpuLanes, Fence
+from belady.planners.replays import cheapest
 from tests.support.memory import POISON, CarrierUnderTest, SlowCudaLanes, SlowFiles, ThreadLanes
 from tests.support.models import Task
 from tests.support.training import Step, Training
@@ -82,14 +87,48 @@ def hostile_carrier(kind: str) -> CarrierUnderTest:
     return CarrierUnderTest(device, files=files, poisoned=True, lanes=lanes)
 
 
-def observed(task: Task, step: Step, device: str) -> Trace:
-    """What one steady iteration does."""
+class Observed(NamedTuple):
+    """What one steady iteration does, how its ops run again, and whose the storages are by name."""
+
+    trace: Trace
+    recipes: Recipes
+    names: dict[int, tuple[int, str]]
+
+    def recipes_for(self, training: Training) -> Recipes:
+        """The same, for models that were made anew."""
+        tensors = [_named(model) for model in training.models]
+        owners = {
+            storage: weakref.ref(tensors[model][name])
+            for storage, (model, name) in self.names.items()
+        }
+        return Recipes(self.recipes.by_op, owners)
+
+
+def observed(task: Task, step: Step, device: str) -> Observed:
+    """Watch the iteration at the floor."""
     training = Training(task, device)
     with belady.virtualize(training.models, ROOM, policy="floor") as vm:
         training.run(step, range(3))
         run = vm.run()
+        assert vm._tracker.conductor is not None
+        kind = vm._tracker.conductor._latest
     assert run is not None
-    return run.trace
+    assert kind is not None
+    known = {
+        id(tensor): (number, name)
+        for number, model in enumerate(training.models)
+        for name, tensor in _named(model).items()
+    }
+    names = {
+        storage: known[id(owner())]
+        for storage, owner in kind.recipes.owners.items()
+        if id(owner()) in known
+    }
+    return Observed(run.trace, kind.recipes, names)
+
+
+def _named(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def random_plan(trace: Trace, kind: str, seed: int) -> Plan:
@@ -106,7 +145,20 @@ def random_plan(trace: Trace, kind: str, seed: int) -> Plan:
         # cuDNN saves reserves of no bytes, which cannot move.
         if trace.storages[trace.values[value].storage].nbytes > 0
     ]
-    return Plan(trace.fingerprint, "random/1", Budget(ROOM), tuple(assignments))
+    return legal(trace, Plan(trace.fingerprint, "random/1", Budget(ROOM), tuple(assignments)))
+
+
+def legal(trace: Trace, plan: Plan) -> Plan:
+    """The plan with every value kept that cannot be made again beside the other decisions."""
+    wrong = {
+        value
+        for value, decision in plan.decisions.items()
+        if isinstance(decision, Recompute) and any(reasons(trace, value, plan.decisions))
+    }
+    assignments = (
+        Assignment(it.value, Keep()) if it.value in wrong else it for it in plan.assignments
+    )
+    return replace(plan, assignments=tuple(assignments))
 
 
 def _decision(trace: Trace, index: int, tiers: list[Tier], chance: random.Random) -> Decision:
@@ -115,6 +167,9 @@ def _decision(trace: Trace, index: int, tiers: list[Tier], chance: random.Random
     last = value.dropped if value.first_read is None else value.first_read
     if chance.random() < 0.15:
         return Keep()
+    replay = cheapest(trace, index) if chance.random() < 0.5 else None
+    if replay is not None:
+        return replay
     if value.saves[0].dtype in ("bool", "int64") and chance.random() < 0.5:
         return Encode("any", 1, first, last)
     out, free, back, ready = sorted(_moment(first, last, chance) for _ in range(4))
@@ -150,15 +205,16 @@ def engine_on(training: Training, engine: Planned) -> Iterator[None]:
             handle.remove()
 
 
-def train(task: Task, step: Step, device: str, plan: Plan, trace: Trace, carrier: Carrier) -> Any:
+def train(task: Task, step: Step, plan: Plan, seen: Observed, carrier: Carrier) -> Any:
     """Two iterations under the plan; gives the outcome and the engine."""
-    training = Training(task, device)
+    training = Training(task, carrier.device.type)
     persistent = {
         tensor.untyped_storage()._cdata
         for model in training.models
         for tensor in (*model.parameters(), *model.buffers())
     }
-    engine = Planned(trace, plan, carrier, persistent)
+    recipes = seen.recipes_for(training)
+    engine = Planned(seen.trace, plan, carrier, persistent, recipes)
     for index in range(2):
         with engine_on(training, engine):
             training.run(step, [index])

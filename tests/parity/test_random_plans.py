@@ -11,9 +11,9 @@ from torch import Tensor
 
 from belady.eager.content import Moved
 from belady.eager.planned import Planned
-from belady.ir.trace import Trace
 from belady.memory.parcels import HostParcel
 from tests.parity.racing import (
+    Observed,
     ReusingLanes,
     hostile_carrier,
     observed,
@@ -47,7 +47,7 @@ def step_of(task: Task) -> Step:
 
 
 @functools.cache
-def trace_of(task: Task, step: Step, device: str) -> Trace:
+def seen_of(task: Task, step: Step, device: str) -> Observed:
     return observed(task, step, device)
 
 
@@ -59,11 +59,11 @@ def expected(task: Task, step: Step, device: str) -> dict[str, Tensor]:
 def damage(task: Task, step: Step, kind: str, seed: int) -> tuple[list[str], Planned]:
     """What differs from plain PyTorch under a random plan, and the engine that did it."""
     device = "cuda" if kind == "cuda" else "cpu"
-    trace = trace_of(task, step, device)
+    seen = seen_of(task, step, device)
     carrier = hostile_carrier(kind)
-    plan = random_plan(trace, kind, seed)
+    plan = random_plan(seen.trace, kind, seed)
     try:
-        outcome, engine = train(task, step, device, plan, trace, carrier)
+        outcome, engine = train(task, step, plan, seen, carrier)
         moved = sum(it.copies for it in carrier.counters.values())
         assert moved > 0
     finally:

@@ -1,0 +1,121 @@
+"""Values that are made again: the same bits, less memory, and nothing of the user's runs twice."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from belady.eager.replay import Recomputed
+from belady.errors import StaleValueError
+from belady.ir.plan import Assignment, Budget, Decision, Keep, Offload, Plan, Recompute
+from belady.ir.trace import Tier, Trace
+from belady.measure.recipes import Recipe
+from belady.planners.replays import cheapest
+from tests.parity.racing import ROOM, Observed, hostile_carrier, legal, observed, train
+from tests.parity.test_random_plans import step_of
+from tests.support.models import CNN, GAN, GPT, INCEPTION, LSTM, Task
+from tests.support.training import Step, Training, accumulating, differences, twice_backward
+
+RECOMPUTING = (CNN, GPT, INCEPTION, LSTM, GAN)
+KINDS = ["direct", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@functools.cache
+def seen_of(task: Task, step: Step, device: str) -> Observed:
+    return observed(task, step, device)
+
+
+@functools.cache
+def expected(task: Task, step: Step, device: str) -> dict[str, Tensor]:
+    return Training(task, device).run(step, range(2)).outcome()
+
+
+def all_replayed(trace: Trace, others: Tier | None) -> Plan:
+    """Make again what can be made again, and move or keep all else."""
+
+    def decision(index: int) -> Decision:
+        replay = cheapest(trace, index)
+        if replay is not None:
+            return replay
+        value = trace.values[index]
+        first, last = value.first_save, value.first_read
+        if others is None or last is None or not trace.storages[value.storage].nbytes:
+            return Keep()
+        return Offload(others, first - 1, first, first, last)
+
+    assignments = tuple(Assignment(index, decision(index)) for index in trace.saved)
+    return legal(trace, Plan(trace.fingerprint, "replays/1", Budget(ROOM), assignments))
+
+
+def replayed(plan: Plan) -> int:
+    return sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
+
+
+def damage(task: Task, step: Step, kind: str, *, moved: bool) -> tuple[list[str], int]:
+    device = "cuda" if kind == "cuda" else "cpu"
+    seen = seen_of(task, step, device)
+    tier = Tier.DISK if kind == "direct" else Tier.HOST
+    plan = all_replayed(seen.trace, tier if moved else None)
+    carrier = hostile_carrier(kind)
+    try:
+        outcome, engine = train(task, step, plan, seen, carrier)
+    finally:
+        carrier.close()
+    assert not engine.defaults
+    return differences(expected(task, step, device), outcome), replayed(plan)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["rest kept", "rest moved"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", RECOMPUTING, ids=str)
+def test_replays_change_no_bit(task: Task, kind: str, moved: bool) -> None:
+    wrong, count = damage(task, step_of(task), kind, moved=moved)
+    assert wrong == []
+    assert count > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", [accumulating, twice_backward], ids=lambda step: step.__name__)
+def test_replays_of_several_passes_change_no_bit(step: Step, kind: str) -> None:
+    wrong, count = damage(CNN, step, kind, moved=True)
+    assert wrong == []
+    assert count > 0
+
+
+def zeroed(self: Recipe, tensor_of: object) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(tensor) for tensor in RUN(self, tensor_of))
+
+
+RUN = Recipe.run
+
+
+def test_a_wrong_replay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_of(CNN, step_of(CNN), "cpu")
+    monkeypatch.setattr(Recipe, "run", zeroed)
+    wrong, _ = damage(CNN, step_of(CNN), "direct", moved=False)
+    assert wrong != []
+
+
+def test_an_input_changed_in_place_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[Tensor] = []
+
+    def spoil(self: Recomputed) -> Tensor:
+        for owner in self._chain.owned.values():
+            tensor = owner()
+            assert tensor is not None
+            with torch.no_grad():
+                tensor.add_(1.0)
+            changed.append(tensor)
+        return TAKE(self)
+
+    seen_of(CNN, step_of(CNN), "cpu")
+    monkeypatch.setattr(Recomputed, "take", spoil)
+    with pytest.raises(StaleValueError):
+        damage(CNN, step_of(CNN), "direct", moved=False)
+    assert changed
+
+
+TAKE = Recomputed.take
