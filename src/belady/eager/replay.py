@@ -19,7 +19,7 @@ from belady.errors import PlanMismatchError
 from belady.ir.plan import Plan, Recompute
 from belady.ir.trace import Trace
 from belady.measure.recipes import Operand, Recipe
-from belady.memory.geometry import content_of, unseen
+from belady.memory.geometry import Geometry, content_of, unseen
 
 # Gives the bytes of a value and how many of its storage are left out before them.
 Source = Callable[[], tuple[torch.Tensor, int]]
@@ -148,7 +148,8 @@ class Recomputed:
         def tensor_of(operand: Operand) -> torch.Tensor:
             tensor = made.get(operand.value)
             if tensor is not None:
-                return operand.geometry.on(_whole(tensor))
+                same = Geometry.of(tensor) == operand.geometry
+                return tensor if same else operand.geometry.on(_whole(tensor))
             content, skipped = self._input(operand.value)
             return operand.geometry.on(content, skipped)
 
