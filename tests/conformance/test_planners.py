@@ -28,6 +28,9 @@ NAMES = (
 )
 
 
+NAMED = {f"{it.name}/{it.version}" for it in POLICIES.values()}
+
+
 def named(trace: Trace, names: list[str]) -> Trace:
     """The trace with its forward ops called by these names, in turn."""
     ops = [
@@ -78,7 +81,8 @@ def check_planner(
         made = planner(trace, hardware, given_budget, exact=exact)
         check_plan(trace, hardware, made, given_budget)
         assert planner(trace, hardware, given_budget, exact=exact) == made
-        assert made.planner.endswith(f"/{planner.version}")
+        assert made.planner.removeprefix("auto:") in NAMED
+        assert made.planner.startswith(f"{planner.name}{':' if planner.name == 'auto' else '/'}")
         assert not (exact and made.numerics)
     if smallest > 0:
         with pytest.raises(InfeasibleBudgetError) as refused:
@@ -99,7 +103,7 @@ def test_contract(policy: str, case: tuple[Trace, HardwareProfile, Budget], exac
 
 @given(case=cases())
 @settings(max_examples=60, deadline=None)
-def test_floor_needs_least_and_auto_no_more_than_any(
+def test_floor_needs_least_without_replays_and_auto_no_more_than_any(
     case: tuple[Trace, HardwareProfile, Budget],
 ) -> None:
     trace, hardware, _ = case
@@ -108,7 +112,9 @@ def test_floor_needs_least_and_auto_no_more_than_any(
         policy: smallest_budget(policy, trace, hardware, Budget(0), exact=True)
         for policy in POLICIES
     }
-    assert smallest["floor"] == min(smallest.values()) == smallest["auto"]
+    assert smallest["hybrid"] == min(smallest.values()) == smallest["auto"]
+    others = [smallest[policy] for policy in POLICIES if policy not in ("auto", "hybrid")]
+    assert smallest["floor"] == min(others)
     assert smallest["vdnn_dyn"] == smallest["vdnn_all"]
     lean = {policy: smallest_budget(policy, trace, hardware, Budget(0)) for policy in POLICIES}
     assert lean["auto"] == min(lean.values())
@@ -139,5 +145,7 @@ def test_unknown_policy(long_chain: Trace) -> None:
     hardware = machine(
         "cuda", link_rate=5.5e10, disk=False, disk_rate=1.0, allocator=Allocator(1, 0.0, 0)
     )
-    with pytest.raises(ValueError, match=r"no policy 'vdn': choose one of auto, lifetime, "):
+    with pytest.raises(
+        ValueError, match=r"no policy 'vdn': choose one of auto, hybrid, lifetime, "
+    ):
         plan("vdn", long_chain, hardware, Budget(0))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check, require
-from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan
+from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.planners.moves import Case, movable, read_by
 from belady.planners.workspace import UNCHANGED, Algorithms
@@ -60,12 +60,15 @@ class Draft:
         For each value that the policy wants to move: why.
     moves
         The moves for which there is room.
+    replays
+        Values that are run again instead.
     """
 
     planner: str
     kept: str
     reasons: Mapping[int, str] = field(default_factory=dict)
     moves: Mapping[int, Offload] = field(default_factory=dict)
+    replays: Mapping[int, Recompute] = field(default_factory=dict)
     algorithms: Algorithms = UNCHANGED
 
 
@@ -121,8 +124,9 @@ def finish(case: Case, draft: Draft) -> Plan:
 
 
 def _assignment(draft: Draft, index: int, could: set[int]) -> Assignment:
-    if index in draft.moves:
-        return Assignment(index, draft.moves[index], draft.reasons[index])
+    decision = draft.moves.get(index) or draft.replays.get(index)
+    if decision is not None:
+        return Assignment(index, decision, draft.reasons[index])
     if index not in could:
         return Assignment(index, Keep(), "kept: too little to gain from moving it")
     if index in draft.reasons:

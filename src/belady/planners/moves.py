@@ -37,11 +37,15 @@ class Case:
 
 
 class Schedule(NamedTuple):
-    """When a policy wants a value moved; fields as in `belady.ir.plan.Offload`."""
+    """When a policy wants a value moved; fields as in `belady.ir.plan.Offload`.
+
+    ``ready_by`` is where the bytes are needed before backward reads them, if anywhere.
+    """
 
     copy_out_after: int
     free_at: int
     copy_in_at: int
+    ready_by: int | None = None
 
 
 def read_by(value: Value) -> int:
@@ -80,6 +84,8 @@ def place(trace: Trace, index: int, tier: Tier, schedule: Schedule) -> Offload |
     """
     value = trace.values[index]
     released, ready = trace.storages[value.storage].released, read_by(value)
+    if schedule.ready_by is not None:
+        ready = min(ready, schedule.ready_by)
     out = next_anchor(trace, max(schedule.copy_out_after + 1, value.first_save))
     free = max(out, next_anchor(trace, schedule.free_at))
     gone = max(free, released)

@@ -50,3 +50,10 @@ def cheapest(
         pending += [trace.values[before].producer for before in behind if before is not None]
     found = Recompute(tuple(sorted(ops)), at)
     return None if any(reasons(trace, index, {index: found})) else found
+
+
+def seconds_of(trace: Trace, replay: Recompute) -> float:
+    """Seconds that compute is busy with a replay; on a CPU it issues the ops as well."""
+    host = trace.device == "cpu"
+    ops = (trace.ops[op] for op in replay.ops)
+    return sum(op.device_seconds + (op.host_seconds if host else 0.0) for op in ops)

@@ -68,20 +68,31 @@ class Spread:
         return max(free, storage.released), back
 
     def _delay_frees(self) -> None:
-        """Let each original stay until its copy is expected to have ended, if memory allows."""
-        lane_free = 0.0
-        for value in sorted(self.moves, key=lambda v: (self.moves[v].copy_out_after, v)):
+        """Let each original stay until its copy is expected to have ended, if memory allows.
+
+        The last copy comes first: who waits for it has waited for those before it, so that they
+        need not stay any longer.
+        """
+        ends = self._copy_ends()
+        for value in reversed(ends):
             move = self.moves[value]
-            begun = max(lane_free, float(self._times[move.copy_out_after + 1]))
-            lane_free = begun + self._seconds[value][0]
             if value not in self._alone:
                 continue
             start, stop = self._away(value)
-            wanted = min(int(np.searchsorted(self._times, lane_free)), stop - 1)
+            wanted = min(int(np.searchsorted(self._times, ends[value])), stop - 1)
             until = self._last_anchor(_first_short(self.slack, start, wanted, self._nbytes[value]))
             if until > start:
                 self.slack[start:until] -= self._nbytes[value]
                 self.moves[value] = replace(move, free_at=until)
+
+    def _copy_ends(self) -> dict[int, float]:
+        """When each copy-out is expected to have ended, in the order in which they are issued."""
+        ends: dict[int, float] = {}
+        lane_free = 0.0
+        for value in sorted(self.moves, key=lambda v: (self.moves[v].copy_out_after, v)):
+            begun = max(lane_free, float(self._times[self.moves[value].copy_out_after + 1]))
+            lane_free = ends[value] = begun + self._seconds[value][0]
+        return ends
 
     def _hasten_returns(self) -> None:
         """Start each copy-in early enough to be there in time, if memory allows."""

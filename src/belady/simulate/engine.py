@@ -225,14 +225,14 @@ def _device_seconds(trace: Trace, plan: Plan) -> list[float]:
 
 
 def _timeline(trace: Trace, hardware: HardwareProfile, plan: Plan, tasks: list[Task]) -> Timeline:
-    held = curve(trace, plan, hardware.allocator)
+    elsewhere = intervals(trace, plan)
+    held = curve(trace, plan, hardware.allocator, elsewhere)
     peak_op = max(range(len(held)), key=held.__getitem__, default=0)
     compute = [task for task in tasks if task.lane is Lane.COMPUTE]
     work = [task for task in tasks if task.cause is None]
     spans = [Span(t.lane, t.start, t.end, t.op, t.value) for t in work]
     spans.sort(key=lambda span: span.start_s)
     replayed = {v for v, decision in plan.decisions.items() if isinstance(decision, Recompute)}
-    elsewhere = intervals(trace, plan)
     peaks = [TierPeak(Tier.DEVICE, max(held, default=0))]
     for tier in (Tier.HOST, Tier.DISK):
         nbytes = max(tier_curve(elsewhere, tier, len(trace.ops)), default=0)
@@ -270,20 +270,24 @@ def _stalls(compute: list[Task], *, serial: bool) -> tuple[Stall, ...]:
         issued = task.after[0].end if task.after else 0.0
         reached = idle_since if serial else max(idle_since, issued)
         late = _late(waits, reached, task.op)
-        reached = late[-1][1] if late else reached
-        host = (task.start - reached) if serial else max(0.0, issued - idle_since)
+        if serial:
+            # One thread: the host goes on only when the copies are there.
+            since = max(reached, waits[-1].end) if waits else reached
+            host = task.start - since
+        else:
+            since, host = idle_since, max(0.0, issued - idle_since)
         if host > 0:
-            stalls.append(Stall(Cause.HOST, task.op, -1, host))
-        stalls += [stall for stall, _ in late]
+            stalls.append(Stall(Cause.HOST, task.op, -1, host, since))
+        stalls += late
         waits, idle_since = [], task.end
-    return (*stalls, *(stall for stall, _ in _late(waits, idle_since, -1)))
+    return (*stalls, *_late(waits, idle_since, -1))
 
 
-def _late(waits: list[Task], reached: float, op: int) -> list[tuple[Stall, float]]:
-    """Stalls of the waits that ended after ``reached``, each with its end."""
-    late: list[tuple[Stall, float]] = []
+def _late(waits: list[Task], reached: float, op: int) -> list[Stall]:
+    """Stalls of the waits that ended after ``reached``."""
+    late: list[Stall] = []
     for wait in waits:
         if wait.cause is not None and wait.end > reached:
-            late.append((Stall(wait.cause, op, wait.value, wait.end - reached), wait.end))
+            late.append(Stall(wait.cause, op, wait.value, wait.end - reached, reached))
             reached = wait.end
     return late
