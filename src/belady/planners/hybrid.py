@@ -24,7 +24,7 @@ _PARTS = 64
 _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 10, 60, 100_000
+_FEWEST, _MOST, _OPS = 8, 60, 100_000
 # Share of the iteration below which stalls are not worth another try.
 _NOTHING = 0.002
 

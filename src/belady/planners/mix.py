@@ -133,8 +133,10 @@ class Mixer:
         return int(self._slack(away).min(initial=0))
 
     def _slack(self, away: Away) -> Bytes:
-        chosen = (*away.moves.items(), *away.replays.items())
-        assignments = tuple(Assignment(value, decision) for value, decision in chosen)
+        assignments = (
+            *(Assignment(value, move) for value, move in away.moves.items()),
+            *(Assignment(value, replay) for value, replay in away.replays.items()),
+        )
         trace = self._case.trace.fingerprint
         return slack_of(self._case, Plan(trace, self._planner, self._case.budget, assignments))
 
