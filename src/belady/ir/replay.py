@@ -57,8 +57,8 @@ def refusals(trace: Trace, index: int, at: int) -> Iterator[Reason]:
     """Why value ``index`` can by no replay be dropped and be back at boundary ``at``."""
     value = trace.values[index]
     if at != value.first_read:
-        read = "never" if value.first_read is None else f"at {value.first_read}"
-        yield f"recomputed at {at}, but backward reads it {read} first", -1
+        read = "never reads it" if value.first_read is None else f"reads it at {value.first_read}"
+        yield f"recomputed at {at}, but backward {read}", -1
         return
     for other in trace.contents[value.storage]:
         if other != index and trace.values[other].saves:
