@@ -25,7 +25,7 @@ def reasons(trace: Trace, index: int, decisions: Mapping[int, Decision]) -> Iter
     wrong = [*_ops_wrong(trace, index, decision)]
     yield from wrong
     yield from refusals(trace, index, decision.at)
-    if wrong:
+    if wrong or decision.at != trace.values[index].first_read:
         return
     made: set[int] = set()
     for op in decision.ops:
