@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from belady.ir.plan import Offload, Plan
+from belady.ir.plan import Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Save, Tier, Trace
 
 
 @dataclass
 class Content:
-    """Bytes of one value, as `belady.eager.content.Moved` holds them."""
+    """Bytes of one value, as `belady.eager.content.Moved` or `belady.eager.replay` holds them."""
 
     unread: int
+    replay: bool = False
     handles: list[Save] = field(default_factory=list)
     source: bool = True
     parcel: bool = False
@@ -26,7 +27,7 @@ class Content:
     brought: bool = False
 
     def bring(self) -> None:
-        if self.parcel and not self.source and not self.here:
+        if (self.parcel or self.replay) and not self.source and not self.here:
             self.here = self.brought = True
 
     def read(self, save: Save) -> None:
@@ -44,7 +45,7 @@ class Content:
 
 
 class Engine:
-    """Runs a trace under a plan of Offloads; ``held`` and ``off`` are filled op by op.
+    """Runs a trace under a plan of Offload and Recompute; ``held`` and ``off`` are filled op by op.
 
     Attributes
     ----------
@@ -57,6 +58,7 @@ class Engine:
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.trace = trace
         self.moves = {v: d for v, d in plan.decisions.items() if isinstance(d, Offload)}
+        self.again = {v: d for v, d in plan.decisions.items() if isinstance(d, Recompute)}
         self.contents: dict[int, Content] = {}
         self.kept: list[tuple[int, Save]] = []
         self.due = sorted(
@@ -64,6 +66,7 @@ class Engine:
             for value, move in self.moves.items()
             for step, boundary in enumerate(offload_boundaries(trace, move))
         )
+        self.due = sorted([*self.due, *((it.at, 2, value) for value, it in self.again.items())])
         self.held: list[Counter[Tier]] = []
         self.off: list[set[int]] = []
 
@@ -95,12 +98,13 @@ class Engine:
         return found
 
     def _save(self, index: int, save: Save) -> None:
-        if index not in self.moves:
+        if index not in self.moves and index not in self.again:
             self.kept.append((index, save))
             return
         if index not in self.contents:
             total = sum(len(other.reads) for other in self.trace.values[index].saves)
-            self.contents[index] = Content(total)
+            replay = index in self.again
+            self.contents[index] = Content(total, replay, source=not replay)
         self.contents[index].handles.append(save)
 
     def _first_reads(self, boundary: int) -> bool:
@@ -138,9 +142,10 @@ class Engine:
             index = self.trace.values[value].storage
             nbytes = self.trace.storages[index].nbytes
             held[Tier.DEVICE] += nbytes * (content.here or bool(content.handed))
-            held[self.moves[value].tier] += nbytes * content.parcel
+            if content.parcel:
+                held[self.moves[value].tier] += nbytes
             original = content.source or boundary < self.trace.storages[index].released
-            if content.parcel and not original and not content.brought:
+            if (content.parcel or content.replay) and not original and not content.brought:
                 off.add(value)
         self.held.append(held)
         self.off.append(off)

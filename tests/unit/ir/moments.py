@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 
 from belady.ir.hardware import Allocator, HardwareProfile
-from belady.ir.plan import Assignment, Budget, Decision, Offload, Plan
+from belady.ir.plan import Assignment, Budget, Decision, Offload, Plan, Recompute
+from belady.ir.replay import refusals
 from belady.ir.trace import Mode, Op, Phase, Save, Source, Storage, StorageKind, Tier, Trace, Value
 from tests.support.strategies import machine
 
@@ -88,6 +89,17 @@ def drawn_moves(rng: random.Random, trace: Trace) -> dict[int, Decision]:
                 back = ready = last
             moves[index] = Offload(rng.choice((Tier.HOST, Tier.DISK)), out - 1, free, back, ready)
     return moves
+
+
+def drawn_drops(rng: random.Random, trace: Trace) -> dict[int, Decision]:
+    """Values of which bytes and times allow that they are recomputed, by whatever ops."""
+    share = rng.random()
+    drops: dict[int, Decision] = {}
+    for index in trace.saved:
+        at = trace.values[index].first_read
+        if at is not None and rng.random() < share and not any(refusals(trace, index, at)):
+            drops[index] = Recompute((), at)
+    return drops
 
 
 def without_link(hardware: HardwareProfile, source: Tier, target: Tier) -> HardwareProfile:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from belady.errors import PlanMismatchError
-from belady.ir.plan import Assignment, Keep, Offload, Plan
+from belady.ir.plan import Assignment, Keep, Offload, Plan, Recompute
 from belady.ir.residency import (
     away,
     curve,
@@ -24,6 +24,7 @@ from tests.unit.ir.moments import (
     BYTES,
     ROOMY,
     drawn,
+    drawn_drops,
     drawn_moves,
     plan_of,
     save,
@@ -60,6 +61,13 @@ def test_bytes_are_where_the_engine_has_them(rng: random.Random) -> None:
     agrees_with_the_engine(trace, plan_of(trace, drawn_moves(rng, trace)))
 
 
+@settings(max_examples=1000, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_recomputed_bytes_are_where_the_engine_has_them(rng: random.Random) -> None:
+    trace = drawn(rng)
+    agrees_with_the_engine(trace, plan_of(trace, drawn_moves(rng, trace) | drawn_drops(rng, trace)))
+
+
 @settings(max_examples=200, deadline=None)
 @given(traces(max_ops=10), st.randoms(use_true_random=False))
 def test_bytes_of_layers_are_where_the_engine_has_them(trace: Trace, rng: random.Random) -> None:
@@ -70,8 +78,8 @@ def test_bytes_of_layers_are_where_the_engine_has_them(trace: Trace, rng: random
 @given(st.randoms(use_true_random=False))
 def test_away_is_when_the_engine_has_sent_and_freed_and_not_brought(rng: random.Random) -> None:
     trace = drawn(rng)
-    for index, move in drawn_moves(rng, trace).items():
-        assert isinstance(move, Offload)
+    for index, move in (drawn_moves(rng, trace) | drawn_drops(rng, trace)).items():
+        assert isinstance(move, (Offload, Recompute))
         others = [v for v in trace.saved if trace.values[v].storage == trace.values[index].storage]
         if len(others) > 1:
             continue
