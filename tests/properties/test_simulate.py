@@ -12,6 +12,7 @@ from belady.ir.hardware import Allocator, HardwareProfile, Link
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Decision, Encode, Offload, Plan
 from belady.ir.residency import away
+from belady.ir.timeline import Lane
 from belady.ir.trace import Tier, Trace
 from belady.simulate import bound, simulate
 from tests.support.strategies import instances, machine, random_trace
@@ -75,6 +76,10 @@ def test_every_moment_is_work_or_a_stall(case: tuple[Trace, HardwareProfile, Pla
     stalled = sum(stall.seconds for stall in timeline.stalls)
     assert all(stall.seconds > 0 for stall in timeline.stalls)
     assert timeline.seconds == pytest.approx(timeline.compute_seconds + stalled)
+    work = [span for span in timeline.spans if span.lane is Lane.COMPUTE]
+    pieces = sorted((piece.start_s, piece.end_s) for piece in (*work, *timeline.stalls))
+    assert [start for start, _ in pieces] == pytest.approx([0.0, *(end for _, end in pieces[:-1])])
+    assert pieces[-1][1] == pytest.approx(timeline.seconds)
 
 
 @given(cases(encode=True))

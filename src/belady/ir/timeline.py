@@ -43,12 +43,21 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Time that compute waited before op ``op``; ``value`` is -1 when the host was late."""
+    """Time that compute waited before op ``op``; ``value`` is -1 when the host was late.
+
+    It lies where compute was idle, from ``start_s`` seconds after the iteration began.
+    """
 
     cause: Cause
     op: int
     value: int
     seconds: float
+    start_s: float = 0.0
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the beginning of the iteration to the end of the wait."""
+        return self.start_s + self.seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def with_events(measured: Measured, tape: Tape) -> Measured:
         level=2,
         spans=tuple(sorted((*copies, *compute, *host), key=lambda span: span.start_s)),
         stalls=tuple(
-            Stall(_CAUSES[wait.lane], wait.boundary, wait.label, end - start)
+            Stall(_CAUSES[wait.lane], wait.boundary, wait.label, end - start, start)
             for start, end, wait in waits
             if end > start
         ),

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 from belady.ir.residency import intervals, tier_curve
 from belady.ir.run import Run
-from belady.ir.timeline import Lane, Measured, Span, Timeline
+from belady.ir.timeline import Lane, Measured, Span, Stall, Timeline
 from belady.ir.trace import Tier
 from belady.report.facts import decision_name
 from belady.report.merge import ALONE, Place, Profile, merged, place_in
-from belady.report.moments import Wait, require_drawable, waits
+from belady.report.moments import require_drawable
 from belady.report.tracks import CATEGORY, Event, Piece, Process, microseconds
 from belady.units import printable
 
@@ -46,8 +46,9 @@ def chrome_trace(run: Run, profile: Profile | None = None, step: int | None = No
         sides.append(("measured", seen))
     if profile is None:
         # Perfetto drops what lies before 0.
-        first = min((span.start_s for _, side in sides for span in side.spans), default=0.0)
-        place = Place(origin_us=max(0.0, -microseconds(first)))
+        starts = [span.start_s for _, side in sides for span in side.spans]
+        starts += [stall.start_s for _, side in sides for stall in side.stalls]
+        place = Place(origin_us=max(0.0, -microseconds(min(starts, default=0.0))))
     ids = place.ids()
     says = _Says(run)
     events: list[Event] = []
@@ -74,10 +75,9 @@ def _draw(process: Process, says: _Says, side: Timeline | Measured) -> None:
     lanes: dict[Lane, list[Piece]] = {lane: [] for lane in Lane}
     for span in side.spans:
         lanes[span.lane].append(says.span(span, alone=isinstance(side, Timeline)))
-    found = waits(side.spans, side.stalls, serial=run.trace.device == "cpu")
     process.track(Lane.HOST.value, "issue", lanes[Lane.HOST])
     process.track(Lane.COMPUTE.value, "work", lanes[Lane.COMPUTE])
-    process.track("stall", "stall", map(says.wait, found))
+    process.track("stall", "stall", map(says.stall, side.stalls))
     for lane in _LANES:
         process.track(lane.value, "copy", lanes[lane])
     process.counter("budget of device", [(0.0, run.plan.budget.device_bytes)])
@@ -124,15 +124,14 @@ class _Says:
             args = {"op": span.op}
         return Piece(span.start_s, span.end_s, name, args)
 
-    def wait(self, wait: Wait) -> Piece:
+    def stall(self, stall: Stall) -> Piece:
         """Time that compute waited."""
-        stall = wait.stall
         args: Event = {"cause": stall.cause.value}
         if stall.op >= 0:
             args["before"] = self._op(stall.op)[0]
         if stall.value >= 0:
             args |= self._value(stall.value)[1]
-        return Piece(wait.start_s, wait.end_s, f"wait for {stall.cause.value}", args)
+        return Piece(stall.start_s, stall.end_s, f"wait for {stall.cause.value}", args)
 
     def _op(self, index: int) -> tuple[str, Event]:
         if index == len(self.run.trace.ops):

@@ -10,7 +10,6 @@ from belady.ir.run import Run
 from belady.ir.timeline import Cause, Lane, Measured, Span, Stall, Timeline
 from belady.report.facts import short_name
 from belady.report.html_axis import COLUMNS, Axis, number
-from belady.report.moments import waits
 from belady.units import format_bytes, format_seconds
 
 HEIGHT = 20
@@ -59,20 +58,15 @@ def lanes(run: Run, side: Timeline | Measured, axis: Axis) -> list[Row]:
             kind = lane.value if lane in (Lane.HOST, Lane.COMPUTE) else "copies"
             rows.append(_row(lane.value, kind, mine, axis, title))
         if lane is Lane.COMPUTE:
-            rows += _wait_rows(run, side, axis, title)
+            rows += _wait_rows(side.stalls, axis, title)
     return rows
 
 
 def _wait_rows(
-    run: Run, side: Timeline | Measured, axis: Axis, title: Callable[[Span | Stall], str]
+    stalls: Sequence[Stall], axis: Axis, title: Callable[[Span | Stall], str]
 ) -> Iterator[Row]:
-    found = waits(side.spans, side.stalls, serial=run.trace.device == "cpu")
     for cause, name in _NAMES.items():
-        mine = [
-            _Piece(wait.start_s, wait.end_s, wait.stall)
-            for wait in found
-            if wait.stall.cause is cause and wait.end_s > wait.start_s
-        ]
+        mine = [_Piece(s.start_s, s.end_s, s) for s in stalls if s.cause is cause]
         if mine:
             yield _row(name, f"wait-{cause.value}", mine, axis, title)
 

@@ -1,34 +1,15 @@
-"""What a picture of a Run needs and its Timeline does not say: where each stall lies in time."""
+"""What a picture needs of a Run: that its parts belong together."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from belady.errors import DocumentError, PlanMismatchError
 from belady.ir.plan import Encode, Offload, Plan
 from belady.ir.run import Run
-from belady.ir.timeline import Cause, Lane, Measured, Span, Stall, Timeline
+from belady.ir.timeline import Measured, Timeline
 
 _LONGEST_S = 1e9
-# Differences of moments in one iteration agree within this.
-_SAME_S = 1e-9
-# The lane that ends on the device comes first; the other where there is no such lane (a CPU).
-_WAITED_FOR = {
-    Cause.COPY_OUT: (Lane.COPY_OUT, Lane.DISK_WRITE),
-    Cause.COPY_IN: (Lane.COPY_IN, Lane.DISK_READ),
-}
-
-
-class Wait(NamedTuple):
-    """A stall and when it was."""
-
-    stall: Stall
-    start_s: float
-    end_s: float
 
 
 def require_drawable(run: Run) -> None:
@@ -60,51 +41,6 @@ def require_drawable(run: Run) -> None:
         _require_within("measured.held.seconds", (h.seconds for h in held), -_LONGEST_S, _LONGEST_S)
 
 
-def waits(spans: Sequence[Span], stalls: Iterable[Stall], *, serial: bool) -> list[Wait]:
-    """Say when each stall was; one that no span gives a time is left out.
-
-    A wait for a copy is where compute was idle for just as long around that op, and else ends
-    when the copy does. A wait for the host lies where compute was idle before the op: right before
-    it where host and compute are one thread (``serial``), else right after the work before, since
-    it is the host that comes first then.
-    """
-    copied: dict[tuple[Lane, int], float] = {}
-    for span in spans:
-        if span.value >= 0:
-            key = span.lane, span.value
-            copied[key] = max(span.end_s, copied.get(key, span.end_s))
-    work = sorted((s for s in spans if s.lane is Lane.COMPUTE), key=attrgetter("start_s"))
-    work.insert(0, Span(Lane.COMPUTE, 0.0, 0.0))
-    idle = {now.op: (before.end_s, now.start_s) for before, now in pairwise(work) if now.value < 0}
-    gaps = _gaps(work)
-    found = []
-    for stall in stalls:
-        end: float | None = None
-        if stall.cause is not Cause.HOST:
-            keys = [(lane, stall.value) for lane in _WAITED_FOR[stall.cause]]
-            end = next((copied[key] for key in keys if key in copied), None)
-            length = round(stall.seconds / _SAME_S)
-            exact = (gaps.get((stall.op, length + off)) for off in (0, -1, 1))
-            if ends := next(filter(None, exact), None):
-                end = ends.popleft()
-        elif stall.op in idle:
-            before, start = idle[stall.op]
-            end = start if serial else before + stall.seconds
-        if end is not None:
-            found.append(Wait(stall, end - stall.seconds, end))
-    return found
-
-
-def _gaps(work: Sequence[Span]) -> dict[tuple[int, int], deque[float]]:
-    """When compute ceased to be idle, by the op before or after and by how long it had been."""
-    found: dict[tuple[int, int], deque[float]] = {}
-    for before, after in pairwise(work):
-        length = round((after.start_s - before.end_s) / _SAME_S)
-        for op in {before.op, after.op} if length > 0 else ():
-            found.setdefault((op, length), deque()).append(after.start_s)
-    return found
-
-
 def _require_plan(plan: Plan, ops: int, values: int) -> None:
     _require_within("plan.assignments", plan.decisions, 0, values - 1)
     for value, decision in plan.decisions.items():
@@ -127,6 +63,8 @@ def _require_events(name: str, side: Timeline | Measured, ops: int, values: int)
             found = f"from {span.start_s} to {span.end_s} seconds"
             raise DocumentError(f"{name}.spans[{index}]: {found}, which cannot be drawn")
     _require_within(f"{name}.stalls.seconds", (s.seconds for s in side.stalls), 0, _LONGEST_S)
+    starts = (stall.start_s for stall in side.stalls)
+    _require_within(f"{name}.stalls.start_s", starts, -_LONGEST_S, _LONGEST_S)
 
 
 def _require_within(path: str, numbers: Iterable[float], low: float, high: float) -> None:

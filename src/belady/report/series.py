@@ -12,7 +12,6 @@ from belady.ir.residency import curve, intervals, tier_curve
 from belady.ir.run import Run
 from belady.ir.timeline import Cause, Held, Lane, Measured, Timeline
 from belady.ir.trace import Tier, Trace
-from belady.report.moments import waits
 
 STALL = "stall"
 COPY = "copy"
@@ -46,9 +45,9 @@ def rows(run: Run, side: Timeline | Measured) -> dict[str, list[Bar]]:
         else:
             kind = ISSUE if span.lane is Lane.HOST else COPY
         found[span.lane.value].append(Bar(kind, span.start_s, span.end_s))
-    for wait in waits(side.spans, side.stalls, serial=run.trace.device == "cpu"):
-        if wait.stall.cause is not Cause.HOST:
-            found[Lane.COMPUTE.value].append(Bar(STALL, wait.start_s, wait.end_s))
+    for stall in side.stalls:
+        if stall.cause is not Cause.HOST:
+            found[Lane.COMPUTE.value].append(Bar(STALL, stall.start_s, stall.end_s))
     end = max((bar.end_s for bars in found.values() for bar in bars), default=0.0)
     return {name: _resolved(bars, end) for name, bars in found.items() if bars}
 

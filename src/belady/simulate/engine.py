@@ -271,8 +271,8 @@ def _stalls(compute: list[Task], *, serial: bool) -> tuple[Stall, ...]:
         reached = idle_since if serial else max(idle_since, issued)
         late = _late(waits, reached, task.op)
         if serial:
-            # One thread: the host goes on only when the copies are there.
-            since = max(reached, waits[-1].end) if waits else reached
+            # On one thread the host goes on only when the copies are there.
+            since = waits[-1].end if waits else reached
             host = task.start - since
         else:
             since, host = idle_since, max(0.0, issued - idle_since)

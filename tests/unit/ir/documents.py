@@ -73,7 +73,7 @@ def peaks() -> st.SearchStrategy[TierPeak]:
 
 
 def timelines() -> st.SearchStrategy[Timeline]:
-    stalls = st.builds(Stall, st.sampled_from(Cause), INTS, INTS, FLOATS)
+    stalls = st.builds(Stall, st.sampled_from(Cause), INTS, INTS, FLOATS, FLOATS)
     return st.builds(
         Timeline,
         FLOATS,

@@ -10,7 +10,7 @@ import torch
 
 import belady
 from belady.ir.run import Run
-from belady.ir.timeline import Lane, Measured
+from belady.ir.timeline import Cause, Lane, Measured, Stall
 from belady.ir.trace import Tier
 from belady.measure.events import with_events
 from belady.memory.lanes import lanes_for
@@ -74,6 +74,8 @@ def test_spans_of_compute_follow_one_another_and_leave_room_for_stalls(device: s
     whole = max(span.end_s for span in run.measured.spans)
     assert busy + waited == pytest.approx(whole, rel=0.05)
     assert {stall.value for stall in run.measured.stalls} <= set(run.plan.decisions)
+    lane = sorted((item.start_s, item.end_s) for item in (*compute, *run.measured.stalls))
+    assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(lane))
 
 
 def test_recording_changes_no_bit_and_ends(device: str) -> None:
@@ -119,4 +121,4 @@ def test_a_wait_is_cut_out_of_compute() -> None:
     measured = with_events(NOTHING, tape)
     spans = [(s.start_s, s.end_s, s.op) for s in measured.spans if s.lane is Lane.COMPUTE]
     assert spans == [(0.0, 2.0, 0), (2.0, 4.0, 3), (5.0, 10.0, 3)]
-    assert [(s.op, s.value, s.seconds) for s in measured.stalls] == [(3, 7, 1.0)]
+    assert measured.stalls == (Stall(Cause.COPY_IN, 3, 7, 1.0, 4.0),)

@@ -54,7 +54,10 @@ def recorded(run: Run | None = None) -> Run:
         Span(Lane.COPY_IN, 0.006, 0.007, value=value),
         Span(Lane.COPY_IN, 0.007, 0.009, value=other),
     )
-    stalls = (Stall(Cause.COPY_OUT, 4, other, 0.0005), Stall(Cause.COPY_IN, 12, value, 0.00025))
+    stalls = (
+        Stall(Cause.COPY_OUT, 4, other, 0.0005, 0.0025),
+        Stall(Cause.COPY_IN, 12, value, 0.00025, 0.00675),
+    )
     held = (Held(0, 0.0, MIB), Held(6, 0.004, 5 * MIB), Held(12, 0.008, 2 * MIB))
     peaks = (TierPeak(Tier.DEVICE, 6 * MIB),)
     seen = Measured(2, 0.01, (0.01,), peaks, spans=spans, stalls=stalls, held=held)

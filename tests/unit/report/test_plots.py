@@ -265,7 +265,7 @@ def test_neighbours_of_a_kind_are_one_bar() -> None:
     value = run.trace.saved[0]
     spans = tuple(Span(Lane.COPY_IN, i / 1e3, (i + 1) / 1e3, value=value) for i in range(4))
     assert run.measured is not None
-    stalls = (Stall(Cause.COPY_IN, 3, value, 0.001),)
+    stalls = (Stall(Cause.COPY_IN, 3, value, 0.001, 0.003),)
     found = rows(run, replace(run.measured, spans=spans, stalls=stalls))
     assert found == {
         "compute": [Bar(STALL, 0.003, 0.004)],

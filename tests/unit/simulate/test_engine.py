@@ -47,7 +47,7 @@ def test_compute_waits_for_a_slow_host() -> None:
     timeline = simulate(trace, gpu(), plan_of(trace))
     assert spans(timeline, Lane.COMPUTE) == [(2, 3), (4, 5), (6, 10), (10, 11)]
     assert timeline.stalls == tuple(
-        Stall(Cause.HOST, op, -1, s) for op, s in ((0, 2), (1, 1), (2, 1))
+        Stall(Cause.HOST, op, -1, s, at) for op, s, at in ((0, 2, 0), (1, 1, 3), (2, 1, 5))
     )
     assert timeline.stall_seconds == 0
 
@@ -57,7 +57,7 @@ def test_on_a_cpu_host_and_compute_take_turns() -> None:
     timeline = simulate(trace, cpu(), plan_of(trace))
     assert spans(timeline, Lane.HOST) == [(0, 2), (3, 5)]
     assert spans(timeline, Lane.COMPUTE) == [(2, 3), (5, 9)]
-    assert [stall.seconds for stall in timeline.stalls] == [2, 2]
+    assert [(stall.start_s, stall.end_s) for stall in timeline.stalls] == [(0, 2), (3, 5)]
 
 
 def test_copies_hide_behind_compute() -> None:
@@ -74,7 +74,7 @@ def test_copies_hide_behind_compute() -> None:
 def test_compute_waits_for_the_copy_out_where_bytes_are_freed() -> None:
     trace = trace_of([1, 1, 5, 1], [(3, 0, 3)])
     timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 2, 2, 3)))
-    assert timeline.stalls == (Stall(Cause.COPY_OUT, 2, 0, 2),)
+    assert timeline.stalls == (Stall(Cause.COPY_OUT, 2, 0, 2, 2),)
     assert timeline.seconds == 10
 
 
@@ -83,7 +83,10 @@ def test_copy_in_takes_its_bytes_in_stream_order() -> None:
     trace = trace_of([1, 5, 5, 1, 1], [(3, 0, 4)])
     timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 1, 3, 4)))
     assert spans(timeline, Lane.COPY_IN) == [(14, 17)]
-    assert timeline.stalls == (Stall(Cause.COPY_OUT, 1, 0, 3), Stall(Cause.COPY_IN, 4, 0, 2))
+    assert timeline.stalls == (
+        Stall(Cause.COPY_OUT, 1, 0, 3, 1),
+        Stall(Cause.COPY_IN, 4, 0, 2, 15),
+    )
 
 
 def test_copy_in_waits_for_bytes_that_another_copy_out_frees() -> None:
@@ -99,10 +102,10 @@ def test_a_copy_is_charged_with_what_it_adds_to_the_hosts_delay() -> None:
     timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 1, 2, 2)))
     # Copy out 4 to 8, so op 1 runs at 8 to 9 though issued at 6; copy in 9 to 13.
     assert timeline.stalls == (
-        Stall(Cause.HOST, 0, -1, 3),
-        Stall(Cause.HOST, 1, -1, 2),
-        Stall(Cause.COPY_OUT, 1, 0, 2),
-        Stall(Cause.COPY_IN, 2, 0, 4),
+        Stall(Cause.HOST, 0, -1, 3, 0),
+        Stall(Cause.HOST, 1, -1, 2, 4),
+        Stall(Cause.COPY_OUT, 1, 0, 2, 6),
+        Stall(Cause.COPY_IN, 2, 0, 4, 9),
     )
     assert timeline.seconds == 14
 
@@ -134,7 +137,7 @@ def test_disk_is_reached_through_pinned_memory() -> None:
     assert spans(timeline, Lane.COPY_OUT) == [(1, 4)]
     assert spans(timeline, Lane.DISK_WRITE) == [(4, 7)]
     # Freeing waits for the device side alone; reading goes on without the compute stream.
-    assert timeline.stalls == (Stall(Cause.COPY_OUT, 1, 0, 3),)
+    assert timeline.stalls == (Stall(Cause.COPY_OUT, 1, 0, 3, 1),)
     assert spans(timeline, Lane.DISK_READ) == [(7, 10)]
     assert spans(timeline, Lane.COPY_IN) == [(14, 17)]
     assert timeline.peak(Tier.DISK) == 3
@@ -146,6 +149,14 @@ def test_on_a_cpu_disk_is_next_to_the_device_and_waits_block_the_host() -> None:
     assert spans(timeline, Lane.DISK_WRITE) == [(2, 6)]
     assert spans(timeline, Lane.HOST) == [(0, 1), (6, 7), (12, 13)]
     assert spans(timeline, Lane.DISK_READ) == [(8, 12)]
+    # The host goes on after each wait, and only then does compute.
+    assert set(timeline.stalls) == {
+        Stall(Cause.HOST, 0, -1, 1, 0),
+        Stall(Cause.COPY_OUT, 1, 0, 4, 2),
+        Stall(Cause.HOST, 1, -1, 1, 6),
+        Stall(Cause.COPY_IN, 2, 0, 4, 8),
+        Stall(Cause.HOST, 2, -1, 1, 12),
+    }
     assert timeline.stall_seconds == 8
     assert timeline.seconds == 14
 
@@ -154,7 +165,10 @@ def test_a_wait_at_the_end_has_no_op() -> None:
     trace = trace_of([1, 1], [(4, 0, 1)])
     trace = replace(trace, anchors=(2,))
     timeline = simulate(trace, gpu(), plan_of(trace, Offload(Tier.HOST, 0, 1, 1, 1)))
-    assert [(stall.op, stall.seconds) for stall in timeline.stalls] == [(-1, 4), (-1, 4)]
+    assert timeline.stalls == (
+        Stall(Cause.COPY_OUT, -1, 0, 4, 2),
+        Stall(Cause.COPY_IN, -1, 0, 4, 6),
+    )
     assert timeline.seconds == 10
 
 
