@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
@@ -24,7 +23,7 @@ _PARTS = 64
 _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 8, 60, 100_000
+_FEWEST, _MOST, _OPS = 8, 120, 100_000
 # Share of the iteration below which stalls are not worth another try.
 _NOTHING = 0.002
 
@@ -60,16 +59,8 @@ class Hybrid:
         return _Search(case, mixer, best).run() if mixer.cost else best
 
 
-class _Point(NamedTuple):
-    """A mix by numbers: steps of what is recomputed, indices into stretches and reserves."""
-
-    part: int
-    stretch: int = 0
-    reserve: int = 0
-
-
 class _Search:
-    """Tries mixes by simulation, from coarse to fine."""
+    """Tries mixes by simulation: how many replays, then which, from coarse to fine."""
 
     def __init__(self, case: Case, mixer: Mixer, best: Plan) -> None:
         self._case = case
@@ -77,26 +68,39 @@ class _Search:
         self._best = best
         self._left = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
         self._seconds: dict[Wish, float] = {}
-        self._parts = _parts(case.trace, mixer)
 
     def run(self) -> Plan:
         """The fastest plan found."""
-        at = self._fastest(_Point(part) for part in range(0, _PARTS + 1, _PARTS // 4))
+        parts = _parts(self._case.trace, self._mixer)
+        some = parts[:: _PARTS // 4]
+        at = self._fastest(Wish(values) for values in some)
+        at = self._fastest(replace(at, stretch=stretch) for stretch in _STRETCHES)
+        at = self._fastest(Wish(v, at.stretch, reserve) for reserve in _RESERVES for v in some)
         step = _PARTS // 8
         while step:
-            sides = [at._replace(part=at.part + by) for by in (-step, step)]
-            at = self._fastest([at, *(it for it in sides if 0 <= it.part <= _PARTS)])
-            if step > 1:
-                at = self._fastest([at, *(at._replace(stretch=i) for i in range(len(_STRETCHES)))])
-                at = self._fastest([at, *(at._replace(reserve=i) for i in range(len(_RESERVES)))])
+            here = parts.index(at.values)
+            sides = [parts[by] for by in (here - step, here + step) if 0 <= by <= _PARTS]
+            at = self._fastest([at, *(replace(at, values=values) for values in sides)])
             step //= 2
+        at = self._fastest(replace(at, stretch=stretch) for stretch in _STRETCHES)
+        self._exchange(at)
         return self._best
 
-    def _fastest(self, points: Iterable[_Point]) -> _Point:
-        return min(points, key=self._try)
+    def _exchange(self, at: Wish) -> None:
+        """Turn copies into replays and back, by fewer and fewer neighbours in time at once."""
+        values = self._case.trace.values
+        order = sorted(self._mixer.cost, key=lambda v: (values[v].first_save, v))
+        size = len(order)
+        while size > 1 and self._left > 0:
+            size = (size + 1) // 2
+            for first in range(0, len(order), size):
+                turned = at.values ^ frozenset(order[first : first + size])
+                at = self._fastest([at, replace(at, values=turned)])
 
-    def _try(self, point: _Point) -> float:
-        wish = Wish(self._parts[point.part], _STRETCHES[point.stretch], _RESERVES[point.reserve])
+    def _fastest(self, wishes: Iterable[Wish]) -> Wish:
+        return min(wishes, key=self._try)
+
+    def _try(self, wish: Wish) -> float:
         if wish not in self._seconds:
             times: Times | None = boundary_times(self._case.trace, None)
             self._seconds[wish] = inf
