@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from belady.errors import DocumentError
+from belady.errors import DocumentError, PlanMismatchError
 from belady.ir.files import load
 from belady.ir.run import Run
 
@@ -35,6 +35,6 @@ def load_run(path: Path) -> Run:
     """Read a run, and say where one comes from when the file holds something else."""
     try:
         return load(Run, path)
-    except DocumentError as error:
+    except (DocumentError, PlanMismatchError) as error:
         hint = "a run is what `belady run --report FILE` writes"
-        raise DocumentError(f"{path}: {error}; {hint}") from error
+        raise type(error)(f"{path}: {error}; {hint}") from error

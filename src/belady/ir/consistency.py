@@ -7,20 +7,34 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NoReturn
 
-from belady.errors import DocumentError
+from belady.errors import DocumentError, PlanMismatchError
 from belady.ir.hardware import HardwareProfile, Link
+from belady.ir.plan import Decision, Encode, Keep, Managed, Offload, Plan, Recompute
 from belady.ir.run import Run
+from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Op, Save, Storage, Trace, Value
+
+# Thirty years: nobody who draws an iteration needs to think of anything longer.
+_LONGEST_S = 1e9
+_BOUNDARIES: dict[type[Decision], tuple[str, ...]] = {
+    Keep: (),
+    Offload: ("free_at", "copy_in_at", "ready_by"),
+    Recompute: ("at",),
+    Encode: ("encode_at", "decode_at"),
+    Managed: ("prefetch_out_at", "prefetch_in_at"),
+}
 
 
 def validate(document: object) -> None:
-    """Check a Trace, a HardwareProfile or both in a Run; other documents refer to nothing.
+    """Check a Trace, a HardwareProfile or a Run; by themselves, other documents refer to nothing.
 
     Raises
     ------
     DocumentError
         If an id or boundary is out of range or out of order, or a size, duration or rate is
         negative or not finite; the message starts with the path inside the document.
+    PlanMismatchError
+        If the plan of a Run is for another trace.
     """
     if isinstance(document, Trace):
         _trace(document, "")
@@ -29,6 +43,7 @@ def validate(document: object) -> None:
     elif isinstance(document, Run):
         _trace(document.trace, "trace.")
         _hardware(document.hardware, "hardware.")
+        _run(document)
 
 
 def _fail(path: str, message: str) -> NoReturn:
@@ -147,3 +162,64 @@ def _link(path: str, link: Link) -> None:
     if not 0 < link.duplex_bytes_per_s < math.inf:
         _fail(f"{path}.duplex_bytes_per_s", f"{link.duplex_bytes_per_s} is not a rate")
     _amount(f"{path}.latency_s", link.latency_s)
+
+
+def _run(run: Run) -> None:
+    """What the plan, the prediction and the measurement name is in the trace."""
+    trace, predicted, measured = run.trace, run.predicted, run.measured
+    if run.plan.trace != trace.fingerprint:
+        raise PlanMismatchError(
+            f"the plan of this run is for trace {run.plan.trace}, its trace is {trace.fingerprint}"
+        )
+    ops = len(trace.ops)
+    _plan(run.plan, trace)
+    if len(predicted.curve) not in (0, ops):
+        _fail("predicted.curve", f"{len(predicted.curve)} numbers for {ops} ops")
+    _within("predicted.peak_op", predicted.peak_op, 0, max(0, ops - 1))
+    _events("predicted", predicted, trace)
+    if measured is not None:
+        _events("measured", measured, trace)
+        for index, held in enumerate(measured.held):
+            _within(f"measured.held[{index}].boundary", held.boundary, 0, ops)
+            _moment(f"measured.held[{index}].seconds", held.seconds)
+
+
+def _plan(plan: Plan, trace: Trace) -> None:
+    end = len(trace.ops)
+    for index, assignment in enumerate(plan.assignments):
+        path, decision = f"plan.assignments[{index}]", assignment.decision
+        _within(f"{path}.value", assignment.value, 0, len(trace.values) - 1)
+        for name in _BOUNDARIES[type(decision)]:
+            _within(f"{path}.decision.{name}", getattr(decision, name), 0, end)
+        if isinstance(decision, Offload):
+            _within(f"{path}.decision.copy_out_after", decision.copy_out_after, -1, end)
+        elif isinstance(decision, Recompute):
+            _all_within(f"{path}.decision.ops", decision.ops, 0, end - 1)
+    for index, edit in enumerate(plan.order_edits):
+        _within(f"plan.order_edits[{index}].op", edit.op, 0, end - 1)
+        _within(f"plan.order_edits[{index}].before", edit.before, 0, end)
+    for index, storages in enumerate(plan.reuse_classes):
+        _all_within(f"plan.reuse_classes[{index}]", storages, 0, len(trace.storages) - 1)
+    for index, (op, _) in enumerate(plan.layer_algorithms):
+        _within(f"plan.layer_algorithms[{index}][0]", op, 0, end - 1)
+
+
+def _events(name: str, side: Timeline | Measured, trace: Trace) -> None:
+    for kind, events in (("spans", side.spans), ("stalls", side.stalls)):
+        for index, event in enumerate(events):
+            _within(f"{name}.{kind}[{index}].op", event.op, -1, len(trace.ops))
+            _within(f"{name}.{kind}[{index}].value", event.value, -1, len(trace.values) - 1)
+    for index, span in enumerate(side.spans):
+        if not -_LONGEST_S <= span.start_s <= span.end_s <= _LONGEST_S:
+            found = f"from {span.start_s} to {span.end_s} seconds"
+            _fail(f"{name}.spans[{index}]", f"{found}, which cannot be drawn")
+    for index, stall in enumerate(side.stalls):
+        _moment(f"{name}.stalls[{index}].start_s", stall.start_s)
+        if not 0 <= stall.seconds <= _LONGEST_S:
+            path = f"{name}.stalls[{index}].seconds"
+            _fail(path, f"{stall.seconds} is not between 0 and {_LONGEST_S:g}")
+
+
+def _moment(path: str, seconds: float) -> None:
+    if not -_LONGEST_S <= seconds <= _LONGEST_S:
+        _fail(path, f"{seconds} is not between {-_LONGEST_S:g} and {_LONGEST_S:g}")

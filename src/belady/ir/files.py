@@ -35,6 +35,8 @@ def dumps(document: object) -> str:
     ------
     DocumentError
         If `loads` would not take it back: a value of the wrong type or out of range.
+    PlanMismatchError
+        As `loads`.
     """
     try:
         data = _codec(type(document)).encode(document)
@@ -51,6 +53,8 @@ def loads(cls: type[T], text: str) -> T:
     ------
     DocumentError
         If the text is anything but such a document; the message starts with the path inside it.
+    PlanMismatchError
+        If it is a Run whose plan is for another trace.
     """
     if len(text) > LARGEST_BYTES:
         raise _too_large(len(text))
@@ -75,7 +79,7 @@ def save(document: object, path: str | os.PathLike[str]) -> None:
 
     Raises
     ------
-    DocumentError
+    DocumentError, PlanMismatchError
         As `dumps`.
     OSError
         If the file cannot be written.
@@ -102,6 +106,8 @@ def load(cls: type[T], path: str | os.PathLike[str]) -> T:
     ------
     DocumentError
         As `loads`, or if it is larger than 1 GiB, decompressed.
+    PlanMismatchError
+        As `loads`.
     OSError
         If the file cannot be read.
     """

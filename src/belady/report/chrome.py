@@ -11,7 +11,6 @@ from belady.ir.timeline import Lane, Measured, Span, Stall, Timeline
 from belady.ir.trace import Tier
 from belady.report.facts import decision_name
 from belady.report.merge import ALONE, Place, Profile, merged, place_in
-from belady.report.moments import require_drawable
 from belady.report.tracks import CATEGORY, Event, Piece, Process, microseconds
 from belady.units import printable
 
@@ -35,10 +34,9 @@ def chrome_trace(run: Run, profile: Profile | None = None, step: int | None = No
 
     Raises
     ------
-    DocumentError, PlanMismatchError
-        If parts of the run do not belong together, or ``profile`` has no such step.
+    DocumentError
+        If ``profile`` has no such step.
     """
-    require_drawable(run)
     place = ALONE if profile is None else place_in(profile, step)
     sides: list[tuple[str, Timeline | Measured]] = [("predicted", run.predicted)]
     seen = run.measured

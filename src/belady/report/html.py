@@ -21,7 +21,6 @@ from belady.report.html_memory import HEIGHT as MEMORY_HEIGHT
 from belady.report.html_memory import memory
 from belady.report.html_summary import causes, cost, tiles
 from belady.report.html_tables import lives, modules
-from belady.report.moments import require_drawable
 from belady.units import format_bytes, format_seconds, printable
 
 _AMOUNT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|[mµ]?s\b)")
@@ -33,13 +32,7 @@ def page(run: Run) -> str:
 
     Names from the user's model are escaped twice: what is not printable is spelled out, and what
     means something in HTML does not. The page allows no script but its own, and no network.
-
-    Raises
-    ------
-    DocumentError, PlanMismatchError
-        If the parts of the run do not belong together.
     """
-    require_drawable(run)
     axis = axis_of(run)
     script, script_hash = _script()
     context: dict[str, Any] = {

@@ -21,7 +21,6 @@ from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Tier
 from belady.report import ink
-from belady.report.moments import require_drawable
 from belady.report.output import write_whole
 from belady.report.series import bytes_by_op, dots, envelope, phases, rows
 from belady.units import format_seconds
@@ -101,12 +100,9 @@ def memory(run: Run, *, columns: int = 1) -> Figure:
 
     Raises
     ------
-    DocumentError, PlanMismatchError
-        If the parts of the run do not belong together.
     MissingExtraError
         If matplotlib is absent.
     """
-    require_drawable(run)
     held = bytes_by_op(run)
     budget, seen = run.plan.budget.device_bytes, run.measured
     tallest = max((max(found) for found in held.values()), default=0)
@@ -145,12 +141,9 @@ def timeline(run: Run, *, columns: int = 1) -> Figure:
 
     Raises
     ------
-    DocumentError, PlanMismatchError
-        If the parts of the run do not belong together.
     MissingExtraError
         If matplotlib is absent.
     """
-    require_drawable(run)
     sides: list[tuple[str, Timeline | Measured]] = [("predicted", run.predicted)]
     if run.measured is not None and run.measured.spans:
         sides.append(("measured", run.measured))

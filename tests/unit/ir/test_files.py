@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from belady.errors import DocumentError
-from belady.ir import (
-    Budget,
-    HardwareProfile,
-    Measured,
-    Plan,
-    Run,
-    Timeline,
-    Trace,
-    files,
-)
+from belady.ir import Budget, Plan, Run, Trace, files
 from belady.ir.files import dumps, load, loads, save
-from tests.support.strategies import hardware, instances, random_trace, traces
+from tests.support.strategies import hardware, random_trace, traces
 from tests.unit.ir.documents import PLAN, TRACE, edited, measurements, plans, timelines
+from tests.unit.report.drawn import recorded, runs
 
 JUNK: tuple[Any, ...] = (
     None,
@@ -59,15 +52,16 @@ def test_round_trip(document: Any) -> None:
 
 
 @settings(max_examples=20)
-@given(instances(max_ops=4), plans(), timelines(), st.none() | measurements())
-def test_round_trip_of_a_run(
-    instance: tuple[Trace, HardwareProfile], plan: Plan, predicted: Timeline, found: Measured | None
-) -> None:
-    trace, profile = instance
-    run = Run(trace, profile, plan, predicted, found, ("a note",), (("torch", "2.11.0"),))
+@given(runs())
+def test_round_trip_of_a_run(run: Run) -> None:
+    run = replace(run, notes=("a note",), versions=(("torch", "2.11.0"),))
     again = loads(Run, dumps(run))
     assert again == run
-    assert again.trace.fingerprint == trace.fingerprint
+    assert again.trace.fingerprint == run.trace.fingerprint
+
+
+def test_round_trip_of_a_run_that_was_recorded() -> None:
+    assert loads(Run, dumps(recorded())) == recorded()
 
 
 def test_form() -> None:

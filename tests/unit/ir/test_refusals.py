@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from belady.errors import DocumentError
-from belady.ir import HardwareProfile, Plan, Run, Timeline, Trace, loads
+from belady.errors import DocumentError, PlanMismatchError
+from belady.ir import HardwareProfile, Measured, Plan, Run, Timeline, Trace, dumps, loads
 from tests.unit.ir.documents import MACHINE, PLAN, TRACE, edited
 
 
@@ -113,8 +115,122 @@ def test_hardware_is_refused(path: str, value: Any, message: str) -> None:
         loads(HardwareProfile, text)
 
 
-def test_path_inside_a_run() -> None:
-    run = Run(TRACE, MACHINE, PLAN, Timeline(0.0, 0.0, (), 0))
-    for path, value in (("trace.anchors", [99]), ("hardware.outside_bytes", -1)):
-        with pytest.raises(DocumentError, match=f"^{re.escape(path)}"):
-            loads(Run, edited(run, path, value))
+SPAN = {"lane": "compute", "start_s": 0.0, "end_s": 1.0, "op": 0, "value": -1}
+STALL = {"cause": "host", "op": 0, "value": -1, "seconds": 1.0, "start_s": 0.0}
+HELD = {"boundary": 0, "seconds": 0.0, "nbytes": 1}
+OFFLOAD = {
+    "kind": "Offload",
+    "tier": "host",
+    "copy_out_after": 0,
+    "free_at": 1,
+    "copy_in_at": 2,
+    "ready_by": 3,
+}
+RECOMPUTE = {"kind": "Recompute", "ops": [0], "at": 3}
+ENCODE = {"kind": "Encode", "codec": "bits", "nbytes": 1, "encode_at": 0, "decode_at": 3}
+MANAGED = {"kind": "Managed", "prefetch_out_at": 0, "prefetch_in_at": 3}
+# The trace has 6 ops.
+ENDS = len(TRACE.ops)
+FAR = len(TRACE.values)
+STORAGES = len(TRACE.storages)
+HOLDING = Run(
+    TRACE,
+    MACHINE,
+    replace(PLAN, trace=TRACE.fingerprint),
+    Timeline(0.0, 0.0, (), 0),
+    Measured(2, 1.0, (1.0,), ()),
+)
+
+
+def decided(decision: dict[str, Any], value: int = 0, **changes: Any) -> list[dict[str, Any]]:
+    return [{"value": value, "decision": decision | changes, "reason": ""}]
+
+
+def test_a_run_may_name_all_that_its_trace_has() -> None:
+    last = {"op": ENDS, "value": FAR - 1}
+    for path, value in (
+        ("plan.assignments", decided(OFFLOAD, FAR - 1, copy_out_after=-1, ready_by=ENDS)),
+        ("plan.assignments", decided(RECOMPUTE, ops=[ENDS - 1], at=ENDS)),
+        ("plan.assignments", decided(ENCODE, decode_at=ENDS)),
+        ("plan.assignments", decided(MANAGED, prefetch_in_at=ENDS)),
+        ("plan.order_edits", [{"op": ENDS - 1, "before": ENDS}]),
+        ("plan.reuse_classes", [[0, STORAGES - 1]]),
+        ("predicted.curve", [1] * ENDS),
+        ("predicted.peak_op", ENDS - 1),
+        ("predicted.spans", [SPAN | last, SPAN | {"op": -1, "start_s": -1.0}]),
+        ("measured.stalls", [STALL | last, STALL | {"op": -1, "start_s": -1.0}]),
+        ("measured.held", [HELD | {"boundary": ENDS}]),
+    ):
+        text = edited(HOLDING, path, value)
+        assert json.loads(dumps(loads(Run, text))) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("trace.anchors", [99], "trace.anchors[0]: 99 is not between 0 and 6"),
+        ("hardware.outside_bytes", -1, "hardware.outside_bytes: -1 is negative"),
+        ("plan.assignments", decided(OFFLOAD, FAR), f"plan.assignments[0].value: {FAR} is not"),
+        ("plan.assignments", decided({"kind": "Keep"}, -1), "plan.assignments[0].value: -1 is not"),
+        (
+            "plan.assignments",
+            decided(OFFLOAD, copy_out_after=-2),
+            "plan.assignments[0].decision.copy_out_after: -2 is not between -1 and 6",
+        ),
+        (
+            "plan.assignments",
+            decided(OFFLOAD, ready_by=7),
+            "plan.assignments[0].decision.ready_by: 7 is not between 0 and 6",
+        ),
+        (
+            "plan.assignments",
+            decided(RECOMPUTE, ops=[0, ENDS]),
+            "plan.assignments[0].decision.ops[1]: 6 is not between 0 and 5",
+        ),
+        ("plan.assignments", decided(RECOMPUTE, at=7), "plan.assignments[0].decision.at: 7"),
+        ("plan.assignments", decided(ENCODE, encode_at=-1), "plan.assignments[0].decision.encode_"),
+        (
+            "plan.assignments",
+            decided(MANAGED, prefetch_in_at=7),
+            "plan.assignments[0].decision.prefetch_in_at: 7 is not",
+        ),
+        ("plan.order_edits", [{"op": ENDS, "before": 0}], "plan.order_edits[0].op: 6 is not"),
+        ("plan.order_edits", [{"op": 0, "before": 7}], "plan.order_edits[0].before: 7 is not"),
+        ("plan.reuse_classes", [[STORAGES]], f"plan.reuse_classes[0][0]: {STORAGES} is not"),
+        ("plan.layer_algorithms", [[ENDS, "x"]], "plan.layer_algorithms[0][0]: 6 is not"),
+        ("predicted.curve", [1], "predicted.curve: 1 numbers for 6 ops"),
+        ("predicted.peak_op", ENDS, "predicted.peak_op: 6 is not between 0 and 5"),
+        ("predicted.spans", [SPAN | {"op": 7}], "predicted.spans[0].op: 7 is not between -1 and 6"),
+        ("predicted.spans", [SPAN, SPAN | {"value": FAR}], "predicted.spans[1].value: "),
+        (
+            "predicted.spans",
+            [SPAN | {"start_s": 2.0}],
+            "predicted.spans[0]: from 2.0 to 1.0 seconds, which cannot be drawn",
+        ),
+        ("predicted.spans", [SPAN | {"end_s": 1e300}], "predicted.spans[0]: from 0.0 to 1e+300"),
+        ("measured.spans", [SPAN | {"op": -2}], "measured.spans[0].op: -2 is not"),
+        ("measured.stalls", [STALL | {"op": -2}], "measured.stalls[0].op: -2 is not"),
+        ("measured.stalls", [STALL | {"value": FAR}], "measured.stalls[0].value: "),
+        (
+            "measured.stalls",
+            [STALL | {"seconds": -1.0}],
+            "measured.stalls[0].seconds: -1.0 is not between 0 and 1e+09",
+        ),
+        ("measured.stalls", [STALL | {"seconds": 1e300}], "measured.stalls[0].seconds: 1e+300 is"),
+        ("measured.stalls", [STALL | {"start_s": 1e300}], "measured.stalls[0].start_s: 1e+300 is"),
+        ("measured.held", [HELD | {"boundary": 7}], "measured.held[0].boundary: 7 is not"),
+        ("measured.held", [HELD | {"seconds": 1e300}], "measured.held[0].seconds: 1e+300 is not"),
+    ],
+)
+def test_a_run_whose_parts_do_not_belong_together_is_refused(
+    path: str, value: Any, message: str
+) -> None:
+    with pytest.raises(DocumentError, match="^" + re.escape(message)):
+        loads(Run, edited(HOLDING, path, value))
+
+
+def test_a_run_with_a_plan_for_another_trace_is_refused() -> None:
+    with pytest.raises(PlanMismatchError, match=f"is for trace 0+, .* {TRACE.fingerprint}$"):
+        loads(Run, edited(HOLDING, "plan.trace", "0" * 16))
+    with pytest.raises(PlanMismatchError, match="is for trace 0000000000000000"):
+        dumps(replace(HOLDING, plan=PLAN))

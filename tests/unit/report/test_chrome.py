@@ -9,10 +9,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from belady.errors import DocumentError, PlanMismatchError
-from belady.ir.plan import Assignment, Encode, Offload
+from belady.ir.plan import Assignment, Encode
 from belady.ir.run import Run
-from belady.ir.timeline import Cause, Held, Lane, Span, Stall
+from belady.ir.timeline import Held, Lane, Span
 from belady.ir.trace import Tier
 from belady.report.chrome import chrome_trace
 from belady.simulate import simulate
@@ -294,52 +293,3 @@ def test_an_empty_run_is_a_trace() -> None:
     events = events_of(chrome_trace(replace(run, trace=trace, plan=plan, predicted=predicted)))
     assert ours(events) == {}
     assert counters(events)["budget of device"] == {0.0: BUDGET}
-
-
-GOOD = recorded()
-assert GOOD.measured is not None
-ENDS = len(GOOD.trace.ops)
-FAR = len(GOOD.trace.values)
-
-
-def with_spans(span: Span) -> Run:
-    return replace(GOOD, predicted=replace(GOOD.predicted, spans=(span,)))
-
-
-def with_seen(**changes: object) -> Run:
-    return replace(GOOD, measured=replace(GOOD.measured, **changes))  # type: ignore[type-var,arg-type]
-
-
-def deciding(value: int, *boundaries: int) -> Run:
-    decision = Offload(Tier.HOST, *boundaries)
-    return replace(GOOD, plan=replace(GOOD.plan, assignments=(Assignment(value, decision),)))
-
-
-@pytest.mark.parametrize(
-    ("run", "where"),
-    [
-        (with_spans(Span(Lane.COMPUTE, 0.0, 1.0, op=ENDS + 1)), "predicted.spans.op"),
-        (with_spans(Span(Lane.COMPUTE, 0.0, 1.0, value=FAR)), "predicted.spans.value"),
-        (with_spans(Span(Lane.COMPUTE, 1.0, 0.5, op=0)), r"predicted.spans\[0\]"),
-        (with_spans(Span(Lane.COMPUTE, 0.0, 1e300, op=0)), r"predicted.spans\[0\]"),
-        (with_seen(spans=(Span(Lane.COPY_IN, 0.0, 1.0, op=-2),)), "measured.spans.op"),
-        (with_seen(stalls=(Stall(Cause.HOST, -2, -1, 1.0),)), "measured.stalls.op"),
-        (with_seen(stalls=(Stall(Cause.HOST, 0, -1, -1.0),)), "measured.stalls.seconds"),
-        (with_seen(stalls=(Stall(Cause.HOST, 0, -1, 1.0, 1e300),)), "measured.stalls.start_s"),
-        (with_seen(held=(Held(ENDS + 1, 0.0, 1),)), "measured.held.boundary"),
-        (with_seen(held=(Held(0, 1e300, 1),)), "measured.held.seconds"),
-        (replace(GOOD, predicted=replace(GOOD.predicted, curve=(1,))), "predicted.curve"),
-        (deciding(FAR, 0, 1, 2, 3), "plan.assignments"),
-        (deciding(0, -2, 1, 2, 3), "plan, value 0.copy_out_after"),
-        (deciding(0, 0, 1, 2, ENDS + 1), "plan, value 0"),
-    ],
-)
-def test_a_run_that_does_not_fit_together_is_refused(run: Run, where: str) -> None:
-    with pytest.raises(DocumentError, match=f"^{where}"):
-        chrome_trace(run)
-
-
-def test_a_plan_for_another_trace_is_refused() -> None:
-    plan = replace(GOOD.plan, trace="0" * 16)
-    with pytest.raises(PlanMismatchError, match=GOOD.trace.fingerprint):
-        chrome_trace(replace(GOOD, plan=plan))

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from belady.errors import DocumentError, PlanMismatchError
 from belady.ir.files import load, save
 from belady.ir.plan import Assignment, Budget, Encode, Offload, Plan
 from belady.ir.residency import away, curve
@@ -288,14 +287,6 @@ def test_patterns_that_are_used_exist() -> None:
     html = page(staged())
     used = set(re.findall(r"url\(#([\w-]+)\)", html))
     assert used <= set(re.findall(r'<pattern id="([\w-]+)"', html))
-
-
-def test_parts_that_do_not_belong_together_are_refused() -> None:
-    run = run_of()
-    with pytest.raises(PlanMismatchError):
-        page(replace(run, plan=replace(run.plan, trace="0" * 16)))
-    with pytest.raises(DocumentError):
-        page(replace(run, predicted=replace(run.predicted, curve=(1,))))
 
 
 def test_a_run_without_ops_or_events_makes_a_page() -> None:

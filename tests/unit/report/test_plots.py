@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from belady.errors import DocumentError, MissingExtraError
+from belady.errors import MissingExtraError
 from belady.ir.run import Run
 from belady.ir.timeline import Cause, Held, Lane, Span, Stall
 from belady.ir.trace import Tier
 from belady.report import ink
 from belady.report.plots import Kind, Point, frontier, memory, save_figure, timeline
 from belady.report.series import STALL, Bar, bytes_by_op, dots, envelope, phases, rows
-from tests.unit.report.drawn import BUDGET, CPU, MIB, recorded, run_of, runs, staged
+from tests.unit.report.drawn import BUDGET, MIB, recorded, run_of, runs, staged
 
 GIB = 2**30
 POINTS = [
@@ -274,14 +274,6 @@ def test_neighbours_of_a_kind_are_one_bar() -> None:
 
 
 # What cannot be drawn.
-
-
-def test_a_run_that_does_not_fit_together_is_refused() -> None:
-    run = run_of(hardware=CPU)
-    bad = replace(run, predicted=replace(run.predicted, curve=(1,)))
-    for draw in (memory, timeline):
-        with pytest.raises(DocumentError, match=r"predicted\.curve"):
-            draw(bad)
 
 
 def test_a_run_without_ops_is_drawn() -> None:
