@@ -71,10 +71,11 @@ def waited(run: Run) -> float | None:
     return run.measured.stall_seconds if run.measured and run.measured.level else None
 
 
-def overhead(seconds: float, stall_seconds: float) -> str:
-    """Stall over the rest of the iteration."""
-    rest = seconds - stall_seconds
-    return f"{stall_seconds / rest:.1%}" if rest > 0 else ABSENT
+def overhead(run: Run, seconds: float, stall_seconds: float) -> str:
+    """Stall and replays over the rest of the iteration; replays take the time that is predicted."""
+    lost = stall_seconds + run.predicted.replay_seconds
+    rest = seconds - lost
+    return f"{lost / rest:.1%}" if rest > 0 else ABSENT
 
 
 def measurement(run: Run) -> list[str]:
@@ -109,10 +110,14 @@ def figures(run: Run) -> Iterator[tuple[str, str, str]]:
     stalled = waited(run)
     waiting = ABSENT if stalled is None else format_seconds(stalled)
     yield "  waiting for copies (stall)", format_seconds(predicted.stall_seconds), waiting
+    lost = "stall"
+    if predicted.replay_seconds:
+        lost = "stall and replays"
+        yield "  running ops again (replays)", format_seconds(predicted.replay_seconds), ABSENT
     yield (
-        "  overhead: stall over the rest",
-        overhead(predicted.seconds, predicted.stall_seconds),
-        ABSENT if stalled is None else overhead(now, stalled),
+        f"  overhead: {lost} over the rest",
+        overhead(run, predicted.seconds, predicted.stall_seconds),
+        ABSENT if stalled is None else overhead(run, now, stalled),
     )
     yield from _lanes(predicted, measured)
 

@@ -35,12 +35,13 @@ def cost(run: Run) -> str:
         total, stalled, did = run.predicted.seconds, run.predicted.stall_seconds, "should wait"
     else:
         total, did = measured.seconds, "waited"
-    if stalled <= 0:
+    replays = run.predicted.replay_seconds
+    if stalled <= 0 and not replays:
         return f"Computation {did} for no copy."
-    return (
-        f"Computation {did} {format_seconds(stalled)} of {format_seconds(total)} for copies: "
-        f"an overhead of {facts.overhead(total, stalled)}."
-    )
+    waited = f"{did} {format_seconds(stalled)} of {format_seconds(total)} for copies"
+    if replays:
+        waited += f" and runs ops again for {format_seconds(replays)}, as predicted"
+    return f"Computation {waited}: an overhead of {facts.overhead(run, total, stalled)}."
 
 
 def tiles(run: Run) -> list[Tile]:
@@ -92,13 +93,13 @@ def _time(run: Run) -> Tile:
 
 
 def _overhead(run: Run) -> Tile:
-    expected = facts.overhead(run.predicted.seconds, run.predicted.stall_seconds)
+    expected = facts.overhead(run, run.predicted.seconds, run.predicted.stall_seconds)
     stalled, measured = facts.waited(run), run.measured
     if stalled is None or measured is None:
         beside = f"waiting {format_seconds(run.predicted.stall_seconds)}"
         return Tile("predicted overhead", expected, beside)
     beside = f"waited {format_seconds(stalled)}; predicted {expected}"
-    return Tile("measured overhead", facts.overhead(measured.seconds, stalled), beside)
+    return Tile("measured overhead", facts.overhead(run, measured.seconds, stalled), beside)
 
 
 def _moved(run: Run) -> Tile:

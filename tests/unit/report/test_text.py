@@ -70,6 +70,14 @@ def test_predicted_stands_against_measured() -> None:
     assert "level 1 (time, peaks, bytes and stalls), iterations of 9.00 ms, 11.0 ms" in text
 
 
+def test_replays_are_overhead_too() -> None:
+    run = replace(run_of(), measured=measured())
+    text = describe(replace(run, predicted=replace(run.predicted, replay_seconds=0.003)))
+    assert cells(text, "running ops again (replays)") == ["3.00 ms", "-"]
+    # Of 10 ms, 2 are waiting and 3 are replays.
+    assert cells(text, "overhead: stall and replays over the rest")[1] == "100.0%"
+
+
 def test_unmeasured_columns_are_empty() -> None:
     text = describe(run_of())
     assert cells(text, "time of an iteration")[1] == "-"
