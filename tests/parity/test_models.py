@@ -24,10 +24,10 @@ from tests.support.training import (
 
 # Two iterations are observed, a third settles, two are verified: a plan is carried out three times.
 ITERATIONS = range(5)
-POLICIES = ("auto", "floor", "vdnn_all", "vdnn_conv", "vdnn_dyn", "baseline")
+POLICIES = ("auto", "hybrid", "floor", "vdnn_all", "vdnn_conv", "vdnn_dyn", "baseline")
 ROOM = "1GiB"
 # Policies that have something to move in each task at their smallest budget.
-MOVING = ("auto", "floor")
+MOVING = ("auto", "hybrid", "floor")
 
 
 def step_of(task: Task) -> Step:
