@@ -7,7 +7,7 @@ that autograd goes on to hold.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 from belady.ir.plan import Decision, Encode, Managed, Offload, Recompute
 from belady.ir.residency import away, times_saved
@@ -69,6 +69,49 @@ def refusals(trace: Trace, index: int, at: int) -> Iterator[Reason]:
     gone, back = away(trace, index, Recompute((), at))
     if gone >= back or trace.storages[value.storage].nbytes == 0:
         yield f"its bytes would be off the device for no op: gone at {gone}, back at {back}", -1
+
+
+def closure(
+    trace: Trace, index: int, usable: Callable[[int], bool], longest: int
+) -> Recompute | None:
+    """Fewest ops that make value ``index`` again, part of every replay that does; None if none may.
+
+    Parameters
+    ----------
+    usable
+        Whether a replay may start from a saved value.
+    longest
+        Most ops that it may have.
+    """
+    at = trace.values[index].first_read
+    if at is None or any(refusals(trace, index, at)):
+        return None
+    ops: set[int] = set()
+    pending = [trace.values[index].producer]
+    while pending:
+        op = pending.pop()
+        if op in ops:
+            continue
+        if op < 0 or len(ops) == longest or irreproducible(trace, op):
+            return None
+        ops.add(op)
+        behind = {predecessor(trace, output) for output in trace.ops[op].writes} - {None}
+        behind |= {
+            source
+            for source in trace.ops[op].reads
+            if unavailable(trace, source, index)
+            or not (trace.storages[trace.values[source].storage].persistent or usable(source))
+        }
+        pending += [trace.values[before].producer for before in behind if before is not None]
+    found = Recompute(tuple(sorted(ops)), at)
+    return None if any(reasons(trace, index, {index: found})) else found
+
+
+def seconds_of(trace: Trace, replay: Recompute) -> float:
+    """Seconds that compute is busy with a replay; on a CPU it issues the ops as well."""
+    host = trace.device == "cpu"
+    ops = (trace.ops[op] for op in replay.ops)
+    return sum(op.device_seconds + (op.host_seconds if host else 0.0) for op in ops)
 
 
 def irreproducible(trace: Trace, op: int) -> str:

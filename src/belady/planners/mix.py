@@ -10,12 +10,12 @@ import numpy as np
 
 from belady.ir import residency
 from belady.ir.plan import Assignment, Offload, Plan, Recompute
-from belady.ir.replay import sources
+from belady.ir.replay import seconds_of, sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Trace
 from belady.planners.base import Draft, assemble
 from belady.planners.moves import Case, Schedule, movable, offloads, read_by, tier_for
-from belady.planners.replays import cheapest, seconds_of
+from belady.planners.replays import cheapest
 from belady.planners.spread import Bytes, Spread, Times, alone, held_bytes, keep, slack_of
 
 _COPIED = "moved: the budget has no room for it meanwhile"

@@ -1,8 +1,9 @@
-"""How fast any plan of Keep and Offload could be: a linear relaxation.
+"""How fast any plan of Keep, Offload and Recompute could be: a linear relaxation.
 
 The starts and ends of chosen ops cut the iteration into segments. In each, bytes may be copied
-out and in by fractions of a value, as long as the links have the time. A real plan is a
-solution of this, so its time is never below the optimum.
+out and in by fractions of a value, as long as the links have the time, or made again, which takes
+compute the seconds of the cheapest replay. A real plan is a solution of this, so its time is never
+below the optimum.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Bound:
     op: int
     needed_bytes: int
     segments: int = 0
-    decisions: tuple[str, ...] = ("Keep", "Offload")
+    decisions: tuple[str, ...] = ("Keep", "Offload", "Recompute")
 
     @property
     def feasible(self) -> bool:
@@ -69,7 +70,7 @@ class Bound:
 
 
 def bound(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Bound:
-    """Bound the seconds of every plan of Keep and Offload within ``budget``.
+    """Bound the seconds of every plan of Keep, Offload and Recompute within ``budget``.
 
     Host and disk budgets are not considered, which can only make the bound lower.
 

@@ -1,13 +1,15 @@
-"""Which bytes any plan of Keep and Offload could have away from the device, and when."""
+"""Which bytes a plan could have away from the device, when, and at what cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from belady.errors import TierError
 from belady.ir.hardware import HardwareProfile, Link
+from belady.ir.replay import closure, seconds_of
 from belady.ir.residency import reload_end
 from belady.ir.trace import Tier, Trace, Value
 from belady.simulate.engine import routes
@@ -15,18 +17,20 @@ from belady.simulate.engine import routes
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """Bytes that may be away during ops ``start <= i < end`` if their value is offloaded.
+    """Bytes that may be away during ops ``start <= i < end`` if their value is moved.
 
     Attributes
     ----------
     value
-        The value to offload; -1 when offloading another one is enough and costs nothing more.
+        The value to move; -1 when moving another one is enough and costs nothing more.
     nbytes
         Device bytes saved, allocator rounding included.
     out_s, in_s
         Least seconds of lone link that the two copies take.
     release, deadline
-        Boundaries between which both copies happen.
+        Boundaries between which both copies happen; a replay happens at the deadline.
+    again_s
+        Least seconds of compute that it takes to have the bytes made again instead.
     """
 
     value: int
@@ -37,6 +41,7 @@ class Movable:
     in_s: float = 0.0
     release: int = 0
     deadline: int = 0
+    again_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +69,7 @@ def ports(hardware: HardwareProfile) -> Ports:
 
 
 def movable(trace: Trace, hardware: HardwareProfile, links: Ports) -> list[Movable]:
-    """All that an offload could save; never less than any plan does save."""
-    if not links.out:
-        return []
+    """All that could be saved; never less than any plan does save."""
     by_storage: dict[int, list[int]] = {}
     for index in trace.saved:
         by_storage.setdefault(trace.values[index].storage, []).append(index)
@@ -74,15 +77,23 @@ def movable(trace: Trace, hardware: HardwareProfile, links: Ports) -> list[Movab
     for storage, values in by_storage.items():
         asked = trace.storages[storage].nbytes
         nbytes = hardware.allocator.held(asked)
-        out_s = min(link.seconds(asked) for link in links.out)
-        in_s = min(link.seconds(asked) for link in links.back)
+        out_s = min((link.seconds(asked) for link in links.out), default=inf)
+        in_s = min((link.seconds(asked) for link in links.back), default=inf)
         for value, (start, end) in _windows(trace, storage, values).items():
             if nbytes and value < 0:
                 found.append(Movable(value, start, end, nbytes))
             elif nbytes:
-                release, deadline = trace.values[value].first_save, _last(trace.values[value])
-                found.append(Movable(value, start, end, nbytes, out_s, in_s, release, deadline))
+                times = trace.values[value].first_save, _last(trace.values[value])
+                again_s = _again(trace, value)
+                if links.out or again_s < inf:
+                    new = Movable(value, start, end, nbytes, out_s, in_s, *times, again_s)
+                    found.append(new)
     return found
+
+
+def _again(trace: Trace, value: int) -> float:
+    replay = closure(trace, value, lambda _: True, len(trace.ops))
+    return inf if replay is None else seconds_of(trace, replay)
 
 
 def _last(value: Value) -> int:

@@ -8,6 +8,7 @@ segment ``j`` runs from moment ``j`` to moment ``j + 1``.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -84,17 +85,20 @@ class Relaxation:
 class _Group:
     """Values that leave and return in the same segments, at about the same cost per byte.
 
-    ``out`` and ``back`` hold the variable of each segment in which bytes may be copied.
+    ``out`` and ``back`` hold the variable of each segment in which bytes may be copied, ``again``
+    the one of the bytes that are made again, if that may be.
     """
 
     nbytes: int
-    out_s: float  # per byte, as in_s
+    out_s: float  # per byte, as in_s and again_s
     in_s: float
+    again_s: float
     release: int
     deadline: int
     window: tuple[int, int]  # samples during which it may be away
     out: dict[int, int] = field(default_factory=dict)
     back: dict[int, int] = field(default_factory=dict)
+    again: int = -1
 
 
 def relax(segments: Segments, items: list[Movable], links: Ports) -> Relaxation:
@@ -114,10 +118,17 @@ def relax(segments: Segments, items: list[Movable], links: Ports) -> Relaxation:
         problem.limit(row, -excess / unit)
     edges = segments.edges
     for index in range(len(moments) - 1):
-        # [compute] a segment lasts at least as long as its ops compute.
+        # [compute] a segment lasts at least as long as its ops compute and replays run.
         span = (segments.busy[edges[index + 1]] - segments.busy[edges[index]]) / problem.unit_s
-        problem.limit({index: 1.0, index + 1: -1.0}, -span)
-        _lanes(problem, segments, groups, links, index, unit / problem.unit_s)
+        scale = unit / problem.unit_s
+        replays = {
+            g.again: g.again_s * scale
+            for g in groups
+            if g.again >= 0 and segments.between(g.deadline) == index
+        }
+        problem.limit({index: 1.0, index + 1: -1.0} | replays, -span)
+        if links.out:
+            _lanes(problem, segments, groups, links, index, scale)
     return problem
 
 
@@ -129,22 +140,30 @@ def _groups(segments: Segments, items: list[Movable]) -> list[_Group]:
         if window[0] >= window[1]:
             continue
         out_s, in_s = item.out_s / item.nbytes, item.in_s / item.nbytes
+        again_s = item.again_s / item.nbytes
         # Of merged values the cheapest and loosest stands for all: the bound can only fall.
         key = (
             segments.between(item.release),
             *window,
             segments.between(item.deadline),
-            round(5 * math.log(out_s)),
-            round(5 * math.log(in_s)),
+            *(_about(seconds) for seconds in (out_s, in_s, again_s)),
         )
-        new = _Group(item.nbytes, out_s, in_s, item.release, item.deadline, window)
+        new = _Group(item.nbytes, out_s, in_s, again_s, item.release, item.deadline, window)
         old = groups.setdefault(key, new)
         if old is not new:
             old.nbytes += item.nbytes
             old.out_s, old.in_s = min(old.out_s, out_s), min(old.in_s, in_s)
+            old.again_s = min(old.again_s, again_s)
             old.release = min(old.release, item.release)
             old.deadline = max(old.deadline, item.deadline)
     return list(groups.values())
+
+
+def _about(seconds: float) -> int:
+    """The same for durations that are nearly the same."""
+    if seconds == math.inf:
+        return sys.maxsize
+    return round(5 * math.log(seconds)) if seconds > 0 else -sys.maxsize
 
 
 def _flow(
@@ -154,8 +173,14 @@ def _flow(
     unit: float,
     away: list[dict[int, float]],
 ) -> None:
-    """Bytes of one group: out by copies, away during samples, back by copies."""
+    """Bytes of one group: dropped and made again, or out and back by copies."""
     first, last = group.window
+    if group.again_s < math.inf:
+        group.again = problem.variable(high=group.nbytes / unit)
+        for sample in range(first, last):
+            away[sample][group.again] = -1.0
+    if group.out_s == math.inf:
+        return
     opens, closes = segments.between(group.release), segments.between(group.deadline)
     group.out = {j: problem.variable() for j in range(opens, 2 * last - 1)}
     group.back = {j: problem.variable() for j in range(2 * first + 2, closes + 1)}
@@ -165,6 +190,9 @@ def _flow(
     for sample in range(first, last):
         now = problem.variable(high=group.nbytes / unit)
         away[sample][now] = -1.0
+        if group.again >= 0:
+            # [once] what is dropped is not copied.
+            problem.limit({now: 1.0, group.again: 1.0}, group.nbytes / unit)
         problem.equal.append({now: -1.0, **row})
         row = {now: 1.0}
         if sample + 1 < last:
