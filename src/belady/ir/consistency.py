@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NoReturn
 
@@ -11,7 +11,7 @@ from belady.errors import DocumentError, PlanMismatchError
 from belady.ir.hardware import HardwareProfile, Link
 from belady.ir.plan import Decision, Encode, Keep, Managed, Offload, Plan, Recompute
 from belady.ir.run import Run
-from belady.ir.timeline import Measured, Timeline
+from belady.ir.timeline import Measured, Span, Stall, Timeline
 from belady.ir.trace import Op, Save, Storage, Trace, Value
 
 # Thirty years: nobody who draws an iteration needs to think of anything longer.
@@ -205,7 +205,8 @@ def _plan(plan: Plan, trace: Trace) -> None:
 
 
 def _events(name: str, side: Timeline | Measured, trace: Trace) -> None:
-    for kind, events in (("spans", side.spans), ("stalls", side.stalls)):
+    named: dict[str, Sequence[Span | Stall]] = {"spans": side.spans, "stalls": side.stalls}
+    for kind, events in named.items():
         for index, event in enumerate(events):
             _within(f"{name}.{kind}[{index}].op", event.op, -1, len(trace.ops))
             _within(f"{name}.{kind}[{index}].value", event.value, -1, len(trace.values) - 1)
