@@ -9,6 +9,7 @@ import typer
 
 from belady.cli.runs import RunArgument, load_run, uncollected
 from belady.cli.show import note
+from belady.ir.files import write
 
 
 def report(
@@ -19,10 +20,9 @@ def report(
 ) -> None:
     """Write RUN as one page of HTML that needs nothing else: does it fit, what moved and why."""
     from belady.report.html import page
-    from belady.report.output import write_whole
 
     if output.exists() and output.samefile(run):
         raise typer.BadParameter(f"{output} is the run itself: give -o another name")
     with uncollected():
-        write_whole(page(load_run(run)).encode("utf-8"), output)
+        write(page(load_run(run)).encode("utf-8"), output)
     note(f"{output}: open it in a browser")

@@ -9,6 +9,7 @@ import typer
 
 from belady.cli.runs import RunArgument, load_run, uncollected
 from belady.cli.show import note
+from belady.ir.files import write
 
 
 def trace(
@@ -36,12 +37,11 @@ def trace(
     """Write RUN as Chrome trace JSON, which ui.perfetto.dev opens: lanes, stalls, bytes held."""
     from belady.report.chrome import chrome_trace
     from belady.report.merge import read_profile
-    from belady.report.output import write_whole
 
     if merge is None and merge_at is not None:
         raise typer.BadParameter("--merge-at is a step of --merge, which is not given")
     with uncollected():
         document = load_run(run)
         profile = None if merge is None else read_profile(merge)
-        write_whole(chrome_trace(document, profile, merge_at), output)
+        write(chrome_trace(document, profile, merge_at), output)
     note(f"{output}: open it at https://ui.perfetto.dev")

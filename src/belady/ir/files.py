@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -20,7 +21,7 @@ from belady.ir.codec import Codec, object_codec
 from belady.ir.consistency import validate
 from belady.ir.scalars import Misfit, unique_keys
 
-__all__ = ["dumps", "load", "loads", "save", "validate"]
+__all__ = ["dumps", "load", "loads", "save", "validate", "write"]
 
 LARGEST_BYTES = 2**30
 _PIECE_BYTES = 2**20
@@ -73,19 +74,30 @@ def loads(cls: type[T], text: str) -> T:
 
 
 def save(document: object, path: str | os.PathLike[str]) -> None:
-    """Write a document to a file, compressed when its name ends in ``.gz``.
-
-    The file is replaced in one step: whatever happens, it holds the old bytes or the new ones.
+    """Write a document to a file, compressed when its name ends in ``.gz``; see `write`.
 
     Raises
     ------
     DocumentError, PlanMismatchError
         As `dumps`.
     OSError
-        If the file cannot be written.
+        If the file cannot be written; it names ``path``.
+    """
+    write(dumps(document).encode("ascii"), path)
+
+
+def write(content: bytes, path: str | os.PathLike[str]) -> None:
+    """Write a file in one step, compressed when its name ends in ``.gz``.
+
+    Whatever happens, it holds the old bytes or the new ones. The same content makes the same
+    bytes.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written; it names ``path``.
     """
     target = Path(path)
-    content = dumps(document).encode("ascii")
     if target.suffix == ".gz":
         content = gzip.compress(content, compresslevel=6, mtime=0)
     part = target.parent / f".belady-{secrets.token_hex(8)}"
@@ -95,8 +107,12 @@ def save(document: object, path: str | os.PathLike[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(target)
+    except OSError as error:
+        # The name of the part file says nothing to whoever asked for ``path``.
+        raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
 
 
 def load(cls: type[T], path: str | os.PathLike[str]) -> T:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from belady.errors import MissingExtraError
+from belady.ir.files import write
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Tier
 from belady.report import ink
-from belady.report.output import write_whole
 from belady.report.series import bytes_by_op, dots, envelope, phases, rows
 from belady.units import format_seconds
 
@@ -184,7 +184,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     content = io.BytesIO()
     with _matplotlib():
         figure.savefig(content, format=ending[1:], metadata=metadata)
-    write_whole(content.getvalue(), path)
+    write(content.getvalue(), path)
 
 
 @contextmanager
