@@ -1,0 +1,169 @@
+"""The hybrid policy: what it mixes, when, and how near to the best it comes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.legality import check
+from belady.ir.plan import Budget, Offload, Plan, Recompute
+from belady.ir.replay import sources
+from belady.ir.trace import Tier, Trace
+from belady.planners import plan, smallest_budget
+from belady.simulate import bound, simulate
+from tests.support.builder import OpSpec, build_trace
+from tests.support.strategies import random_trace
+from tests.unit.planners.nets import VGG, cpu, gpu, net
+
+PLENTY = Budget(1 << 40)
+MB = 10**6
+
+
+def chain(blocks: int, *, replayable: bool = True, device: str = "cuda") -> Trace:
+    """Convolution, normalization and ReLU in place, over and over, as fast as on a large GPU."""
+    conv = OpSpec(nbytes=100 * MB, device_us=500, parameter_bytes=MB)
+    norm = OpSpec(nbytes=100 * MB, device_us=100, replayable=replayable)
+    relu = OpSpec(
+        nbytes=100 * MB,
+        device_us=60,
+        saves_input=False,
+        saves_output=True,
+        in_place=True,
+        replayable=replayable,
+    )
+    return build_trace([conv, norm, relu] * blocks, device=device)
+
+
+def budgets(trace: Trace, hardware: HardwareProfile, *shares: float) -> list[Budget]:
+    """From what the leanest plan needs (0) to what keeping everything needs (1)."""
+    low, high = (
+        smallest_budget(policy, trace, hardware, PLENTY) for policy in ("hybrid", "baseline")
+    )
+    return [Budget(int(low + share * (high - low))) for share in shares]
+
+
+def seconds(policy: str, trace: Trace, hardware: HardwareProfile, budget: Budget) -> float:
+    try:
+        return plan(policy, trace, hardware, budget).predicted_seconds
+    except InfeasibleBudgetError:
+        return float("inf")
+
+
+def kinds(made: Plan) -> set[type]:
+    return {type(decision) for decision in made.decisions.values()}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
+def test_a_chain_of_cheap_ops_takes_little_more_than_it_must(share: float) -> None:
+    trace, hardware = chain(30), gpu()
+    (budget,) = budgets(trace, hardware, share)
+    made = plan("hybrid", trace, hardware, budget)
+    assert kinds(made) == {Offload, Recompute}
+    assert check(trace, hardware, made, budget).ok
+    best = bound(trace, hardware, budget)
+    assert best.status == "optimal"
+    assert "Recompute" in best.decisions
+    assert best.gap(made.predicted_seconds) < 0.03
+    # Copies alone are slower by far.
+    copies = plan("lifetime", trace, hardware, budget).predicted_seconds
+    keep = simulate(trace, hardware, Plan(trace.fingerprint, "keep", budget)).seconds
+    assert made.predicted_seconds - keep < 0.6 * (copies - keep)
+
+
+@pytest.mark.parametrize(
+    ("trace", "hardware"),
+    [
+        (chain(12), gpu(link_rate=1e9)),
+        (chain(12), gpu(link_rate=1e12)),
+        (chain(12, device="cpu"), cpu()),
+        (net(VGG), gpu(disk=True)),
+        (random_trace(3, 120), gpu(link_rate=1e10)),
+        (random_trace(4, 120, device="cpu"), cpu()),
+    ],
+    ids=["slow link", "fast link", "cpu", "vgg", "random", "random on a cpu"],
+)
+def test_never_slower_than_copies_alone(trace: Trace, hardware: HardwareProfile) -> None:
+    for budget in budgets(trace, hardware, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        made = plan("hybrid", trace, hardware, budget)
+        assert made.predicted_seconds <= seconds("lifetime", trace, hardware, budget)
+        assert check(trace, hardware, made, budget).ok
+        assert plan("hybrid", trace, hardware, budget) == made
+
+
+def test_without_replays_it_is_the_lifetime_policy() -> None:
+    trace, hardware = chain(12, replayable=False), gpu()
+    for budget in budgets(trace, hardware, 0.1, 0.5):
+        made, copies = (plan(policy, trace, hardware, budget) for policy in ("hybrid", "lifetime"))
+        assert made == replace(copies, planner="hybrid/1")
+
+
+def test_a_link_that_hides_every_copy_leaves_nothing_to_recompute() -> None:
+    trace, hardware = chain(12), gpu(link_rate=1e13)
+    (budget,) = budgets(trace, hardware, 0.5)
+    made = plan("hybrid", trace, hardware, budget)
+    assert kinds(made) == {Offload}
+    assert simulate(trace, hardware, made).stall_seconds < 1e-3 * made.predicted_seconds
+
+
+def test_a_link_that_hides_nothing_is_left_alone_as_long_as_replays_are_enough() -> None:
+    trace, hardware = chain(12), gpu(link_rate=1e8)
+    (budget,) = budgets(trace, hardware, 0.6)
+    assert kinds(plan("hybrid", trace, hardware, budget)) == {Recompute}
+
+
+def test_values_are_recomputed_where_no_tier_has_room() -> None:
+    trace, hardware = chain(12), gpu()
+    nowhere = replace(PLENTY, host_bytes=0, disk_bytes=0)
+    smallest = smallest_budget("hybrid", trace, hardware, nowhere)
+    assert smallest < 0.7 * smallest_budget("lifetime", trace, hardware, nowhere)
+    budget = replace(nowhere, device_bytes=smallest)
+    made = plan("hybrid", trace, hardware, budget)
+    assert kinds(made) == {Recompute}
+    assert check(trace, hardware, made, budget).ok
+
+
+def test_a_host_with_little_room_is_filled_and_not_overfilled() -> None:
+    trace, hardware = chain(12), gpu()
+    (budget,) = budgets(trace, hardware, 0.8)
+    budget = replace(budget, host_bytes=250 * MB)
+    made = plan("hybrid", trace, hardware, budget)
+    assert kinds(made) == {Offload, Recompute}
+    assert 0 < check(trace, hardware, made, budget).host_bytes <= 250 * MB
+    assert simulate(trace, hardware, made).peak(Tier.HOST) <= 250 * MB
+
+
+def test_what_a_replay_starts_from_is_back_by_then() -> None:
+    trace, hardware = chain(30), gpu()
+    (budget,) = budgets(trace, hardware, 0.05)
+    decisions = plan("hybrid", trace, hardware, budget).decisions
+    moved = 0
+    for replay in decisions.values():
+        if isinstance(replay, Recompute):
+            for source in sources(trace, replay):
+                move = decisions.get(source)
+                if isinstance(move, Offload):
+                    moved += 1
+                    assert move.copy_in_at <= move.ready_by <= replay.at
+    assert moved > 5
+
+
+def test_reasons_say_what_was_done() -> None:
+    trace, hardware = chain(12), gpu()
+    (budget,) = budgets(trace, hardware, 0.3)
+    words = {Offload: "moved: ", Recompute: "recomputed: "}
+    for it in plan("hybrid", trace, hardware, budget).assignments:
+        assert it.reason.startswith(words.get(type(it.decision), "kept: "))
+
+
+def test_a_thousand_saved_values_take_seconds() -> None:
+    trace, hardware = chain(330), gpu()
+    assert len(trace.saved) > 600
+    (budget,) = budgets(trace, hardware, 0.4)
+    start = time.process_time()
+    made = plan("hybrid", trace, hardware, budget)
+    assert time.process_time() - start < 20
+    assert bound(trace, hardware, budget).gap(made.predicted_seconds) < 0.02
