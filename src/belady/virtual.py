@@ -58,8 +58,8 @@ def virtualize(
         Bytes as a number or text such as ``"12GiB"``. CUDA: bytes reserved by torch's allocator.
         CPU: bytes of live storages.
     policy
-        ``"auto"``, ``"lifetime"``, ``"vdnn_all"``, ``"vdnn_conv"``, ``"vdnn_dyn"``, ``"floor"``
-        or ``"baseline"``.
+        ``"auto"``, ``"hybrid"``, ``"lifetime"``, ``"vdnn_all"``, ``"vdnn_conv"``,
+        ``"vdnn_dyn"``, ``"floor"`` or ``"baseline"``.
     host_budget, disk_budget
         Most bytes of pinned host memory and of disk; None is what the machine has.
     spill_dir

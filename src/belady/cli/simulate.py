@@ -41,6 +41,8 @@ def simulate(
 def _rows(trace: Trace, timeline: Timeline) -> Iterator[tuple[str, str]]:
     yield "time", format_seconds(timeline.seconds)
     yield "computing", format_seconds(timeline.compute_seconds)
+    if timeline.replay_seconds:
+        yield "recomputing", format_seconds(timeline.replay_seconds)
     yield "waiting for copies", format_seconds(timeline.stall_seconds)
     for peak in timeline.peaks:
         yield f"peak of {peak.tier.value}", format_bytes(peak.nbytes)

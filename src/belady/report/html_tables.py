@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from belady.ir.plan import Encode, Offload
+from belady.ir.plan import Encode, Offload, Recompute
 from belady.ir.residency import away, reload_end
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
@@ -83,7 +83,7 @@ def _life(run: Run, index: int, axis: Axis) -> tuple[tuple[Stretch, ...], Stretc
         left, right = (axis.percent(axis.starts[boundary]) for boundary in (start, end))
         return Stretch(left, round(max(right - left, _THINNEST), 2))
 
-    if isinstance(decision, Offload):
+    if isinstance(decision, (Offload, Recompute)):
         left, back = away(trace, index, decision)
     elif isinstance(decision, Encode):
         left, back = decision.encode_at, decision.decode_at

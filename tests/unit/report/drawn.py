@@ -12,6 +12,7 @@ from belady.ir.run import Run
 from belady.ir.timeline import Cause, Held, Lane, Measured, Span, Stall, TierPeak
 from belady.ir.trace import Tier, Trace
 from belady.planners import plan as make_plan
+from belady.planners import smallest_budget
 from belady.simulate import simulate
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import instances, machine
@@ -66,7 +67,10 @@ def recorded(run: Run | None = None) -> Run:
 
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
-    """Any trace on any machine, planned with room for all that the policy needs."""
+    """Any trace on any machine, planned with all room or the least that will do."""
     trace, hardware = draw(instances(max_ops=8))
-    policy = draw(st.sampled_from(("floor", "lifetime", "vdnn_all", "baseline")))
-    return run_of(trace, hardware, policy, 1 << 60)
+    policy = draw(st.sampled_from(("floor", "hybrid", "lifetime", "vdnn_all", "baseline")))
+    budget = 1 << 60
+    if draw(st.booleans()):
+        budget = smallest_budget(policy, trace, hardware, Budget(budget))
+    return run_of(trace, hardware, policy, budget)
