@@ -18,9 +18,10 @@ from belady.ir.residency import away, offload_boundaries
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier, Trace
 from belady.planners.replays import cheapest
-from belady.simulate import simulate
-from tests.support.strategies import instances
+from belady.simulate import bound, simulate
+from tests.support.strategies import instances, random_trace
 from tests.unit.ir.engine import Engine
+from tests.unit.ir.moments import GPU
 
 ROOMY = Budget(1 << 60)
 
@@ -166,3 +167,39 @@ def test_the_cheapest_replay_is_legal_and_no_part_of_it_is(
         for op in found.ops:
             part = replace(found, ops=tuple(other for other in found.ops if other != op))
             assert not check(trace, hardware, plan_of(trace, {index: part}), ROOMY).ok
+
+
+def not_below_the_bound(
+    trace: Trace, hardware: HardwareProfile, plan: Plan, slack: float = 0.0
+) -> None:
+    timeline = simulate(trace, hardware, plan)
+    needed = hardware.allocator.budget_for(timeline.peak(Tier.DEVICE))
+    best = bound(trace, hardware, Budget(int(needed * (1 + slack))))
+    assert best.feasible
+    assert best.needed_bytes <= needed
+    assert best.seconds <= timeline.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.sampled_from((0.0, 0.05)))
+def test_no_plan_beats_the_bound(case: tuple[Trace, HardwareProfile, Plan], slack: float) -> None:
+    not_below_the_bound(*case, slack)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_without_links_no_plan_of_replays_beats_the_bound(
+    case: tuple[Trace, HardwareProfile, Plan],
+) -> None:
+    trace, hardware, plan = case
+    kept = {v: it for v, it in plan.decisions.items() if isinstance(it, Recompute)}
+    hardware = replace(hardware, links=())
+    # What started from a value that was to come back starts from a kept one.
+    not_below_the_bound(trace, hardware, plan_of(trace, kept))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_no_plan_beats_the_bound_of_a_longer_trace(rng: random.Random) -> None:
+    trace = random_trace(rng.randrange(1 << 30), rng.randrange(60, 150))
+    not_below_the_bound(trace, GPU, plan_of(trace, drawn_mix(rng, trace, GPU)))
