@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from belady.cli.runs import RunArgument, load_run, uncollected
+from belady.cli.runs import RunArgument, load_run
 from belady.cli.show import note
 
 
@@ -51,6 +51,5 @@ def plot(
     from belady.report import plots
 
     draw = {Picture.MEMORY: plots.memory, Picture.TIMELINE: plots.timeline}[picture]
-    with uncollected():
-        plots.save_figure(draw(load_run(run), columns=columns), output)
+    plots.save_figure(draw(load_run(run), columns=columns), output)
     note(f"{output}: {picture.value}")

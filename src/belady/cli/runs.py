@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from belady.errors import DocumentError, PlanMismatchError
-from belady.ir.files import load
+from belady.ir.files import load, uncollected
 from belady.ir.run import Run
+
+# All that a verb needs that draws a run.
+__all__ = ["RunArgument", "load_run", "uncollected"]
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="What `belady run --report` wrote.")
 ]
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause the garbage collector: what is read stays, and it would look at it again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def load_run(path: Path) -> Run:

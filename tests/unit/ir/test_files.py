@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import re
@@ -259,6 +260,26 @@ def test_other_encodings_are_refused(tmp_path: Path) -> None:
     path.write_bytes(dumps(PLAN).encode("utf-16"))
     with pytest.raises(DocumentError, match=r"^document: not UTF-8"):
         load(Plan, path)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_a_document_is_read(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, resting = dumps(TRACE), []
+    monkeypatch.setattr(files, "validate", lambda _: resting.append(not gc.isenabled()))
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        loads(Trace, good)
+        assert resting == [True]
+        assert gc.isenabled() is enabled
+        for bad in ("{", "[" * 100_000, "{}"):
+            with pytest.raises(DocumentError):
+                loads(Trace, bad)
+            assert gc.isenabled() is enabled
+    finally:
+        gc.enable() if before else gc.disable()
 
 
 def test_large_trace_is_fast() -> None:
