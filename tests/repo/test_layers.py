@@ -21,6 +21,7 @@ LAYERS = [
     "ir",
     "simulate",
     "planners report",
+    "explain",
     "memory",
     "measure sections",
     "eager graph",
@@ -35,7 +36,7 @@ ROOT_RANK = RANK["virtual"]
 PUBLIC = {"virtualize": "virtual", "VirtualMemory": "virtual", "save_on": "eager"}
 WITHOUT_TORCH = [
     part
-    for part in ("ir", "simulate", "planners", "report")
+    for part in ("ir", "simulate", "planners", "report", "explain")
     if (PACKAGE / part / "__init__.py").exists()
 ]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from belady._version import __version__
-from belady.cli import demo, doctor, plan, plot, profile, report, run, simulate, trace
+from belady.cli import demo, doctor, explain, plan, plot, profile, report, run, simulate, trace
 from belady.cli.exits import Guarded
 from belady.cli.show import show_line
 
@@ -27,6 +27,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("run", context_settings=_SCRIPT)(run.run)
 app.command("report")(report.report)
+app.command("explain")(explain.explain)
 app.command("trace")(trace.trace)
 app.command("plot")(plot.plot)
 app.command("demo")(demo.demo)
