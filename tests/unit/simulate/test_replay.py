@@ -11,7 +11,7 @@ from belady.ir.legality import check
 from belady.ir.plan import Budget, Keep, Offload, Recompute
 from belady.ir.timeline import Cause, Lane, Span, Stall, Timeline
 from belady.ir.trace import Tier, Trace
-from belady.simulate import simulate
+from belady.simulate import bound, simulate
 from tests.unit.simulate.cases import cpu, gpu, plan_of, trace_of
 
 # The third value is made by op 2 from the first; both are saved, and read in the other order.
@@ -123,3 +123,31 @@ def test_the_op_that_reads_needs_its_workspace_when_the_replay_is_over() -> None
     ops[4] = replace(ops[4], workspace_bytes=5)
     it = replace(it, ops=tuple(ops))
     assert simulate(it, gpu(), plan_of(it, Keep(), Keep(), AGAIN)).curve[4] == 7 + 5
+
+
+def test_the_bound_counts_bytes_once_that_could_be_copied_or_made_again() -> None:
+    # Copies of the first value are hidden by ops 1 and 5, those of the second by nothing.
+    it = trace_of((1, 10, 1, 1, 1, 10, 1), ((4, 0, 6), (4, 2, 4)))
+    ops = list(it.ops)
+    ops[0] = replace(ops[0], writes=(0,), replayable=True)
+    ops[2] = replace(ops[2], writes=(1,))
+    ops[3] = replace(ops[3], workspace_bytes=4)
+    it = replace(it, ops=tuple(ops))
+    best = bound(it, gpu(), Budget(4))
+    assert best.seconds == pytest.approx(25 + 4 + 4, rel=1e-4)
+    # Made again in a second, the second value would not have to be copied.
+    ops[2] = replace(ops[2], replayable=True)
+    best = bound(replace(it, ops=tuple(ops)), gpu(), Budget(4))
+    assert best.seconds == pytest.approx(25 + 1, rel=1e-4)
+
+
+def test_the_bound_knows_what_no_link_carries() -> None:
+    it = trace()
+    alone = replace(gpu(), links=())
+    kept = simulate(it, alone, plan_of(it))
+    assert max(kept.curve) == 8
+    best = bound(it, alone, Budget(7))
+    assert (best.status, best.needed_bytes) == ("infeasible", 8)
+    assert best.decisions == ("Keep", "Offload", "Recompute")
+    larger = replace(it, ops=(*it.ops[:3], replace(it.ops[3], workspace_bytes=5), *it.ops[4:]))
+    assert bound(larger, alone, Budget(8)).seconds == pytest.approx(7 + 2, rel=1e-4)
