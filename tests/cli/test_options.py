@@ -17,6 +17,7 @@ from tests.cli.support import belady, child, documents
 OPTIONS = {
     "demo": {"--device", "--budget", "--iterations"},
     "doctor": {"--device", "--spill-dir", "--refresh", "--json"},
+    "explain": {"--json"},
     "plan": {
         *("--budget", "--policy", "--hardware", "--host-budget", "--disk-budget"),
         *("-o", "--output", "--json"),
