@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from belady.cli.options import JsonOption
-from belady.cli.runs import RunArgument, load_run, uncollected
+from belady.cli.runs import RunArgument, load_run
 from belady.cli.show import note, show_document, show_line
+from belady.ir.files import uncollected
 
 _SPEAK_AFTER_S = 3.0
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from belady.cli.runs import RunArgument, load_run, uncollected
+from belady.cli.runs import RunArgument, load_run
 from belady.cli.show import note
-from belady.ir.files import write
+from belady.ir.files import uncollected, write
 
 
 def report(

@@ -8,11 +8,8 @@ from typing import Annotated
 import typer
 
 from belady.errors import DocumentError, PlanMismatchError
-from belady.ir.files import load, uncollected
+from belady.ir.files import load
 from belady.ir.run import Run
-
-# All that a verb needs that draws a run.
-__all__ = ["RunArgument", "load_run", "uncollected"]
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="What `belady run --report` wrote.")
