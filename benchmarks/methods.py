@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 import belady
 from belady.ir.plan import Budget
 from belady.ir.run import Run
+from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Tier
 from belady.planners import plan
 from benchmarks.cases import OURS, Record
@@ -25,6 +27,8 @@ from benchmarks.workloads import Workload
 # planned again).
 WARM_UP, WARM_UP_MOST = 5, 24
 _UNLIMITED = "1TiB"
+# From here on a copy takes as long as its bytes need; smaller ones are latency as well.
+_LARGE = 4 << 20
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # Libraries have words of their own for an allocation that torch refused them.
@@ -182,7 +186,15 @@ def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
 
     with belady.virtualize(work.model, _UNLIMITED if cap is None else cap, policy=policy) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
-        yield Session(work, Applied(work.model), settled, lambda: _of_run(vm, policy))
+
+        def facts() -> Record:
+            # Recorded after all that is timed: what each copy took.
+            vm.record()
+            session.iterate(1)
+            return _of_run(vm, policy)
+
+        session = Session(work, Applied(work.model), settled, facts)
+        yield session
 
 
 def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
@@ -223,5 +235,24 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
             "stall_seconds": measured.stall_seconds,
             "moved": [[m.lane, m.nbytes, m.copies] for m in measured.moved],
             "defaults": list(measured.defaults),
+            "lanes": _lane_rates(run, measured.spans),
         }
     return record
+
+
+def _lane_rates(run: Run, spans: Iterable[Span]) -> list[Record]:
+    """Rates of the recorded copies of whole values of at least 4 MiB, by lane."""
+    seconds: dict[tuple[Lane, int], list[float]] = {}
+    for span in spans:
+        if span.value >= 0:
+            seconds.setdefault((span.lane, span.value), []).append(span.end_s - span.start_s)
+    rates: dict[Lane, list[float]] = {}
+    for (lane, value), times in seconds.items():
+        nbytes = run.trace.storages[run.trace.values[value].storage].nbytes
+        # What goes to disk by way of the host does so in pieces.
+        if len(times) == 1 and nbytes >= _LARGE and times[0] > 0:
+            rates.setdefault(lane, []).append(nbytes / times[0])
+    return [
+        {"lane": lane, "copies": len(of), "bytes_per_s": statistics.median(of), "slowest": min(of)}
+        for lane, of in rates.items()
+    ]
