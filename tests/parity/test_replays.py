@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from belady.eager.replay import Recomputed
-from belady.errors import StaleValueError
+from belady.errors import PlanMismatchError, StaleValueError
 from belady.ir.plan import Assignment, Budget, Decision, Keep, Offload, Plan, Recompute
 from belady.ir.trace import Tier, Trace
 from belady.measure.recipes import Recipe
@@ -17,7 +17,7 @@ from belady.planners.replays import cheapest
 from tests.parity.racing import ROOM, Observed, hostile_carrier, legal, observed, train
 from tests.parity.test_random_plans import step_of
 from tests.support.models import CNN, GAN, GPT, INCEPTION, LSTM, Task
-from tests.support.training import Step, Training, accumulating, differences, twice_backward
+from tests.support.training import Step, Training, accumulating, differences, plain, twice_backward
 
 RECOMPUTING = (CNN, GPT, INCEPTION, LSTM, GAN)
 KINDS = ["direct", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -96,8 +96,41 @@ RUN = Recipe.run
 def test_a_wrong_replay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen_of(CNN, step_of(CNN), "cpu")
     monkeypatch.setattr(Recipe, "run", zeroed)
-    wrong, _ = damage(CNN, step_of(CNN), "direct", moved=False)
-    assert wrong != []
+    with pytest.raises(PlanMismatchError, match="policy='lifetime'"):
+        damage(CNN, step_of(CNN), "direct", moved=False)
+
+
+class Annealed(torch.nn.Module):
+    """Multiplies by a number that a training loop changes."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 1024), torch.nn.Linear(1024, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The product is saved, and made again from what relu saved.
+        return self.last(torch.relu(self.first(x)) * self.scale)
+
+
+def rows(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 10, (size,), generator=generator)
+    return torch.randn(size, 64, generator=generator), labels
+
+
+ANNEALED = Task("annealed", lambda: [Annealed()], rows)
+
+
+def test_a_number_that_changes_is_an_error_and_not_a_wrong_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong, count = damage(ANNEALED, plain, "direct", moved=False)
+    assert wrong == []
+    assert count > 0
+    monkeypatch.setattr(Annealed, "scale", 2.0)
+    with pytest.raises(PlanMismatchError, match="from step to step"):
+        damage(ANNEALED, plain, "direct", moved=False)
 
 
 def test_an_input_changed_in_place_raises(monkeypatch: pytest.MonkeyPatch) -> None:

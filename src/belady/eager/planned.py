@@ -181,6 +181,14 @@ class Planned:
 
     def _recomputed(self, tensor: torch.Tensor, entry: Entry) -> Recomputed | None:
         chain = self._chains[entry.value]
+        owners = [owner() for owner in chain.owned.values()]
+        if not all(
+            owner is not None and owner.untyped_storage()._cdata in self._persistent
+            for owner in owners
+        ):
+            # Replaced since it was observed: by another parameter, or by other bytes.
+            self._default("a parameter that its replay needs was replaced")
+            return None
         sources: dict[int, Source] = {}
         for value in chain.saved:
             known = self._inputs.get(value)

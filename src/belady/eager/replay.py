@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +21,8 @@ from belady.ir.plan import Plan, Recompute
 from belady.ir.trace import Trace
 from belady.measure.recipes import Operand, Recipe
 from belady.memory.geometry import Geometry, content_of, unseen
+
+_ROW = 4096
 
 # Gives the bytes of a value and how many of its storage are left out before them.
 Source = Callable[[], tuple[torch.Tensor, int]]
@@ -107,10 +110,12 @@ class Recomputed:
         self.given: list[tuple[torch.Tensor, int]] = []
         self.skipped_bytes = 0
         self.here: torch.Tensor | None = None
-        self._reader: torch.cuda.Stream | None = None
+        self._reader: Any = None
         self._chain = chain
         self._sources = sources
         self._versions = {value: _alive(owner)._version for value, owner in chain.owned.items()}
+        with unseen():
+            self._digest = _digest(_whole(tensor))
 
     def take(self) -> torch.Tensor:
         """Give the bytes, running the ops now unless they were run already.
@@ -119,17 +124,16 @@ class Recomputed:
         ------
         StaleValueError
             If an input was changed in place since.
+        PlanMismatchError
+            If forward did something else this time, so that the bytes are others.
         """
-        device = None if self.here is None else self.here.device
         if self.here is None:
             with unseen():
                 self.here = self._replay()
             self._reader = _stream_of(self.here)
-        elif device is not None and device.type == "cuda":
-            reader = torch.cuda.current_stream(device)
-            if self._reader is not None and reader != self._reader:
-                reader.wait_stream(self._reader)
-                self.here.record_stream(reader)
+        elif self._reader is not None and self._reader != (reader := _stream_of(self.here)):
+            reader.wait_stream(self._reader)
+            self.here.record_stream(reader)
         return self.here
 
     @property
@@ -156,9 +160,14 @@ class Recomputed:
         for step in self._chain.recipes:
             made.update(zip(step.outputs, step.run(tensor_of), strict=True))
         content = _whole(made[self._chain.value])
-        if content.numel() != self._chain.nbytes:
+        # The host waits for the device here: a number of the user's program that changes from step
+        # to step is in no graph, and to go on would be silently wrong.
+        if content.numel() != self._chain.nbytes or not torch.equal(_digest(content), self._digest):
             raise PlanMismatchError(
-                f"a replay gave {content.numel()} bytes where {self._chain.nbytes} were saved"
+                f"{self._chain.nbytes} bytes that forward saved were to be made again, and came "
+                "out otherwise: the program computes something else than when it was observed (a "
+                "number or a branch that changes from step to step). Use policy='lifetime' or "
+                "'auto', which never recompute"
             )
         return content
 
@@ -175,6 +184,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return content_of(tensor, 0, tensor.untyped_storage().nbytes())
 
 
+def _digest(content: torch.Tensor) -> torch.Tensor:
+    """Sums of the bytes along the rows and the columns of a table of 4 KiB rows."""
+    whole = content.numel() // _ROW * _ROW
+    table = content[:whole].view(torch.int32).view(-1, _ROW // 4)
+    sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    return torch.cat([*sums, content[whole:].to(torch.int64)])
+
+
 def _alive(owner: weakref.ref[torch.Tensor]) -> torch.Tensor:
     tensor = owner()
     if tensor is None:
@@ -182,5 +199,5 @@ def _alive(owner: weakref.ref[torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-def _stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+def _stream_of(tensor: torch.Tensor) -> Any:
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

@@ -10,11 +10,12 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import Planner
 from belady.planners.baseline import BASELINE
-from belady.planners.hybrid import HYBRID
+from belady.planners.lifetime import LIFETIME
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 
-# Neither the floor nor the lifetime policy: the hybrid starts from them and falls back to them.
-_CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, HYBRID)
+# Not the floor: the lifetime policy starts from it and falls back to it. Not the hybrid: a program
+# whose numbers or branches change from step to step would be stopped by an error under it.
+_CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, LIFETIME)
 
 
 @dataclass(frozen=True, slots=True)
