@@ -39,9 +39,10 @@ def test_the_fastest_that_fits(link_rate: float) -> None:
         others = {}
         for policy in ("vdnn_conv", "vdnn_all", "vdnn_dyn", "lifetime"):
             try:
-                others[f"auto:{policy}/1"] = plan(policy, trace, hardware, budget)
+                alone = plan(policy, trace, hardware, budget)
             except InfeasibleBudgetError:
                 continue
+            others[f"auto:{alone.planner}"] = alone
         assert made.predicted_seconds == min(it.predicted_seconds for it in others.values())
         assert made.decisions == others[made.planner].decisions
         assert made.assignments == others[made.planner].assignments
