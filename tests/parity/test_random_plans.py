@@ -11,6 +11,7 @@ from torch import Tensor
 
 from belady.eager.content import Moved
 from belady.eager.planned import Planned
+from belady.errors import PlanMismatchError
 from belady.memory.parcels import HostParcel
 from tests.parity.racing import (
     Observed,
@@ -129,4 +130,12 @@ def test_a_wait_left_out_is_noticed(
         assert damage(CNN, plain, "threads", seed)[0] == []
     monkeypatch.setattr(owner, name, mistake)
     for seed in SEEDS:
-        assert damage(CNN, plain, "threads", seed)[0] != []
+        assert noticed(seed)
+
+
+def noticed(seed: int) -> bool:
+    """Whether bits differ, or a replay whose inputs are damaged says so first."""
+    try:
+        return damage(CNN, plain, "threads", seed)[0] != []
+    except PlanMismatchError:
+        return True
