@@ -41,6 +41,15 @@ def nothing_held_by_save_on() -> Iterator[None]:
         sys.modules["belady.eager.save_on"].release()
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Where code was compiled nothing is recomputed: each test has a process of its own in this."""
+    yield
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.FRAME_COUNTER:
+        sys.modules["torch._dynamo"].reset()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:

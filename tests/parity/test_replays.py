@@ -129,7 +129,7 @@ def test_a_number_that_changes_is_an_error_and_not_a_wrong_gradient(
     assert wrong == []
     assert count > 0
     monkeypatch.setattr(Annealed, "scale", 2.0)
-    with pytest.raises(PlanMismatchError, match="from step to step"):
+    with pytest.raises(PlanMismatchError, match="gradients of this backward are wrong"):
         damage(ANNEALED, plain, "direct", moved=False)
 
 

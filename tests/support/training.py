@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import torch.nn.modules.module as module_hooks
 import torch.optim.optimizer as optimizer_hooks
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -338,6 +339,7 @@ def footprint(modules: Iterable[nn.Module]) -> dict[str, Any]:
         "global optimizer hooks": len(optimizer_hooks._global_optimizer_pre_hooks)
         + len(optimizer_hooks._global_optimizer_post_hooks),
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
+        "function modes": len(_get_current_function_mode_stack()),
         "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "backward on its own threads": torch.autograd.is_multithreading_enabled(),
         "threads": sorted(thread.name for thread in threading.enumerate()),

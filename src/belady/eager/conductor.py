@@ -25,6 +25,7 @@ from belady.eager.replay import Recipes
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
+from belady.measure.calls import Learner, compiled_anything
 from belady.measure.clock import NoClock, clock_for
 from belady.measure.events import with_events
 from belady.measure.monitor import Monitor, Sample
@@ -69,12 +70,13 @@ class Conductor:
         self._monitor = Monitor(carrier.device, carrier)
         self._kinds: dict[Key, Kind] = {}
         self._persistent: set[int] = set()
-        self._planning = Planning(policy, hardware, carrier, self._persistent)
         self._policy, self._hardware = policy, hardware
         below = tuple(t for t in (Tier.HOST, Tier.DISK) if hardware.capacity(t) > 0)
         self._floor = Immediate(
             leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
         )
+        fallback = self._floor.pack
+        self._planning = Planning(policy, hardware, carrier, self._persistent, fallback)
         self._latest: Kind | None = None
         self._for_gradients = Apart(carrier.device)
         self._gradients = Gradients(self._for_gradients.copy, policy.budget.device_bytes)
@@ -114,6 +116,8 @@ class Conductor:
             kind = self._kinds[key] = Kind()
             if len(self._kinds) > _KINDS:
                 del self._kinds[next(iter(self._kinds))]
+        if kind.engine is not None and not kind.replays_hold(kind.engine):
+            kind.observe_again()
         if kind.current is None or kind.engine is not None:
             # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
             self._persistent.clear()
@@ -197,8 +201,9 @@ class Conductor:
     def _observation(self, kind: Kind) -> Observation | None:
         device = self.carrier.device
         if kind.stage in (Stage.WARM, Stage.TIMED):
-            trying = kind.stage is Stage.TIMED
-            return Observation(device, clock_for(device), self._modules, trying=trying)
+            learns = kind.stage is Stage.TIMED and kind.replays and not compiled_anything()
+            learner = Learner(kind.varying) if learns else None
+            return Observation(device, clock_for(device), self._modules, learner)
         if kind.stage is Stage.SETTLING and device.type == "cpu":
             # A CPU has no allocator that counts: the peak is seen by watching storages.
             return Observation(device, NoClock(), self._modules)
@@ -208,7 +213,9 @@ class Conductor:
         kind.observed += 1
         passes, watched = tuple(iteration.passes), iteration.observation
         if kind.stage is Stage.TIMED and trace and watched and passes == kind.passes:
-            recipes = Recipes(watched.recorder.recipes, watched.recorder.owners)
+            recorder, learner = watched.recorder, watched.learner
+            calls = learner.passes if learner is not None else []
+            recipes = Recipes(recorder.recipes, recorder.owners, calls, kind.varying)
             self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
         elif kind.observed >= _OBSERVED:
             # No two alike: it stays at the floor, which needs no plan.

@@ -178,8 +178,15 @@ class Packed:
 
 
 class Saved:
-    """What autograd holds in place of a tensor whose bytes are elsewhere."""
+    """What autograd holds in place of a tensor whose bytes are elsewhere.
 
+    Attributes
+    ----------
+    iteration
+        Of which iteration under a plan it is; 0: of none.
+    """
+
+    iteration = 0
     __slots__ = ("content", "geometry", "shadow", "version")
 
     def __init__(self, tensor: torch.Tensor, content: Content) -> None:
@@ -226,6 +233,7 @@ class Saved:
 class Kept:
     """What autograd holds for a tensor that stays; a detached alias, so that nothing leaks."""
 
+    iteration = 0
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:

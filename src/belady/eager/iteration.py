@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from belady.eager.content import unpack
-from belady.eager.hooks import HookPair
+from belady.eager.hooks import HookPair, Pack, Unpack
 from belady.eager.immediate import Immediate
 from belady.eager.key import Key
 from belady.eager.planned import Planned
 from belady.ir.trace import Phase, Trace
+from belady.measure.calls import Calls
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation, watched
 
@@ -54,6 +55,7 @@ class Iteration:
         self._engine = engine
         self._expected = expected
         self._pair: HookPair | None = None
+        self._calls = _calls_of(engine, observation)
         self._monitor: Monitor | None = None
         self._sample: Sample | None = None
         self._entered = 0.0
@@ -79,21 +81,29 @@ class Iteration:
         pair = self._hooks(index, covered)
         if pair is not None:
             pair.push()
+        if self._calls is not None:
+            self._calls.enter_pass(index)
         self._pair = pair
         self._entered = perf_counter()
 
     def leave(self) -> None:
         """The root returned or raised: take them off."""
         self._host_seconds += perf_counter() - self._entered
-        pair, self._pair = self._pair, None
-        if pair is not None:
-            pair.pop()
+        self._take_off()
         self._floor.end_pass()
         if self.observation is not None:
             self.observation.leave_pass()
 
     def optimizer_begins(self) -> None:
-        """The optimizer's step begins."""
+        """The optimizer's step begins.
+
+        Raises
+        ------
+        PlanMismatchError
+            If its gradients are wrong, which is known before backward ends only if it waits.
+        """
+        if self._engine is not None:
+            self._engine.digests.demand_equal()
         if self.observation is not None:
             self.observation.recorder.phase = Phase.OPTIMIZER
 
@@ -119,7 +129,6 @@ class Iteration:
 
     def abort(self) -> None:
         """The iteration came to nothing (an exception of the user's): leave no hook behind."""
-        pair, self._pair = self._pair, None
         with ExitStack() as stack:
             # Each of these happens, whatever the others raise.
             if self.observation is not None:
@@ -127,10 +136,21 @@ class Iteration:
             if self._monitor is not None:
                 stack.callback(self._monitor.cancel)
             stack.callback(self._floor.drop)
+            self._take_off()
+
+    def _take_off(self) -> None:
+        """Take hooks and modes of the pass off this thread. Idempotent."""
+        pair, self._pair = self._pair, None
+        try:
+            if self._calls is not None:
+                self._calls.leave_pass()
+        finally:
             if pair is not None:
                 pair.pop()
 
     def _hooks(self, index: int, covered: bool) -> HookPair | None:
+        pack: Pack
+        take: Unpack
         if not covered:
             pack, take = self._floor.pack, unpack
         elif self._engine is None:
@@ -139,5 +159,11 @@ class Iteration:
             self._engine.enter_pass(index)
             pack, take = self._engine.pack, self._engine.unpack
         if self.observation is not None:
-            return HookPair(*watched(self.observation.recorder, pack, take))
-        return HookPair(pack, take)
+            pack, take = watched(self.observation.recorder, pack, take)
+        return HookPair(pack if self._calls is None else self._calls.around(pack), take)
+
+
+def _calls_of(engine: Planned | None, observation: Observation | None) -> Calls | None:
+    if engine is not None:
+        return engine.calls
+    return None if observation is None else observation.learner

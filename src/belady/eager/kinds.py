@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from belady.ir.legality import check
 from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Phase, Trace
+from belady.measure.calls import compiled_anything
 from belady.measure.monitor import Sample, summarize
 from belady.memory.cap import set_aside
 from belady.memory.carrier import Carrier
@@ -67,6 +70,10 @@ class Kind:
         Trace of its first iteration.
     recipes
         How its ops are run again.
+    varying
+        Calls of the program whose numbers change from iteration to iteration.
+    replays
+        Whether anything of it may be recomputed.
     current
         The plan in force; None while it is observed.
     tried
@@ -84,6 +91,8 @@ class Kind:
     warm: Trace | None = None
     trace: Trace | None = None
     recipes: Recipes = field(default_factory=Recipes)
+    varying: set[tuple[int, int]] = field(default_factory=set)
+    replays: bool = True
     current: Trial | None = None
     engine: Planned | None = None
     tried: list[Trial] = field(default_factory=list)
@@ -91,6 +100,12 @@ class Kind:
     peak_bytes: int = 0
     deviations: int = 0
     observed: int = 0
+
+    def replays_hold(self, engine: Planned) -> bool:
+        """Whether ``engine`` may go on to recompute: nothing came out otherwise, all is seen."""
+        if engine.digests.refuted:
+            self.replays = False
+        return engine.calls is None or (self.replays and not compiled_anything())
 
     def observe_again(self) -> None:
         """Forget plan and trace: the program has changed."""
@@ -105,6 +120,8 @@ class Planning:
     ----------
     persistent
         Addresses of parameters and buffers, kept up to date by the owner.
+    fallback
+        Saves what cannot be recomputed after all.
 
     Attributes
     ----------
@@ -113,13 +130,19 @@ class Planning:
     """
 
     def __init__(
-        self, policy: Policy, hardware: HardwareProfile, carrier: Carrier, persistent: set[int]
+        self,
+        policy: Policy,
+        hardware: HardwareProfile,
+        carrier: Carrier,
+        persistent: set[int],
+        fallback: Callable[[torch.Tensor], Any],
     ) -> None:
         self.policy = policy
         self.notes: list[str] = []
         self._hardware = hardware
         self._carrier = carrier
         self._persistent = persistent
+        self._fallback = fallback
 
     def plan(self, kind: Kind, trace: Trace, recipes: Recipes) -> None:
         """Make the first plan.
@@ -218,7 +241,9 @@ class Planning:
         if not trial.plan.moves_nothing:
             self._carrier.reserve(verdict.host_bytes)
             plan, carrier = trial.plan, self._carrier
-            kind.engine = Planned(trace, plan, carrier, self._persistent, kind.recipes)
+            kind.engine = Planned(
+                trace, plan, carrier, self._persistent, kind.recipes, self._fallback
+            )
         kind.samples, kind.peak_bytes = [], 0
         kind.stage = Stage.SETTLING
         if self._carrier.device.type == "cuda":

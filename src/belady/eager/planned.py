@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from belady.eager.content import Kept, Moved, Packed, Saved
+from belady.eager.digests import Digests
 from belady.eager.replay import Recipes, Recomputed, Source, chains
 from belady.eager.table import FREE, IN, OUT, Action, Entry, actions, matches, tables
 from belady.errors import PlanMismatchError
@@ -35,6 +36,8 @@ class Planned:
         Addresses of the storages of parameters and buffers.
     recipes
         How to run ops again, for plans that recompute.
+    fallback
+        Saves what cannot be recomputed after all.
 
     Attributes
     ----------
@@ -46,6 +49,10 @@ class Planned:
         Called with a content whose bytes have just been asked back (for measuring).
     on_anchor
         Called with the boundary at which the engine gets control (for measuring).
+    calls
+        Follows the calls of the program, where the plan recomputes.
+    digests
+        How the replays came out.
 
     Raises
     ------
@@ -60,6 +67,7 @@ class Planned:
         carrier: Carrier,
         persistent: Container[int],
         recipes: Recipes = _NO_RECIPES,
+        fallback: Callable[[torch.Tensor], Any] = Kept,
     ) -> None:
         if plan.trace != trace.fingerprint:
             raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
@@ -69,6 +77,9 @@ class Planned:
         self._tables = tables(trace, plan)
         self._actions = actions(trace, plan)
         self._chains = chains(trace, plan, recipes)
+        self._fallback = fallback
+        self.digests = Digests()
+        self.calls = recipes.follower() if self._chains else None
         self._needed = {value for chain in self._chains.values() for value in chain.saved}
         self._tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
         self._reads = {
@@ -85,6 +96,9 @@ class Planned:
         self._live: dict[int, weakref.ref[Moved | Packed | Recomputed]] = {}
         self._inputs: dict[int, weakref.ref[_PlannedSaved | _PlannedKept]] = {}
         self._cursor = 0
+        self.digests.forget()
+        if self.calls is not None:
+            self.calls.start_iteration()
         self._table: dict[int, Entry] = {}
         self._ordinal = 0
         self._iteration += 1
@@ -115,6 +129,9 @@ class Planned:
             return _PlannedKept(tensor, -1, 0)
         if self.on_anchor is not None:
             self.on_anchor(entry.boundary)
+        if self.calls is not None and self.calls.strayed and type(entry.decision) is Recompute:
+            self._default("the program calls something else, or with other numbers, than observed")
+            return self._fallback(tensor)
         managed = self._managed(tensor, entry) if entry.decision is not None else None
         handle = self._kept(tensor, entry) if managed is None else managed
         if entry.value in self._needed:
@@ -197,7 +214,7 @@ class Planned:
                 self._default("what its replay needs is not saved")
                 return None
             sources[value] = handle.source
-        return Recomputed(tensor, chain, sources)
+        return Recomputed(tensor, chain, sources, self.digests)
 
     def _advance(self, boundary: int) -> None:
         actions, cursor = self._actions, self._cursor

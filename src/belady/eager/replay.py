@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from belady.eager.digests import Digests, digest
 from belady.eager.witness import demand_unchanged
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Plan, Recompute
 from belady.ir.trace import Trace
+from belady.measure.calls import Call, Follower
 from belady.measure.recipes import Operand, Recipe
 from belady.memory.geometry import Geometry, content_of, unseen
-
-_ROW = 4096
 
 # Gives the bytes of a value and how many of its storage are left out before them.
 Source = Callable[[], tuple[torch.Tensor, int]]
@@ -30,10 +30,24 @@ Source = Callable[[], tuple[torch.Tensor, int]]
 
 @dataclass(frozen=True)
 class Recipes:
-    """How the ops of a trace are run again, and the tensors that own its persistent storages."""
+    """How the ops of a trace are run again, and the tensors that own its persistent storages.
+
+    Attributes
+    ----------
+    calls
+        What the program called in the iteration observed, by pass.
+    varying
+        The calls whose numbers are known to change: (pass, number of the call in it).
+    """
 
     by_op: Mapping[int, Recipe] = field(default_factory=dict)
     owners: Mapping[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    calls: list[list[Call]] = field(default_factory=list)
+    varying: set[tuple[int, int]] = field(default_factory=set)
+
+    def follower(self) -> Follower | None:
+        """Compares the calls of later iterations, where those observed are known."""
+        return Follower(self.calls, self.varying) if self.calls else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +115,17 @@ class Recomputed:
         The saved tensor; it is not held.
     sources
         Of the values in ``chain.saved``. Each keeps its value alive, for as long as this lives.
+    digests
+        Told how each replay came out.
     """
 
-    def __init__(self, tensor: torch.Tensor, chain: Chain, sources: Mapping[int, Source]) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        chain: Chain,
+        sources: Mapping[int, Source],
+        digests: Digests,
+    ) -> None:
         self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.unread = 0
@@ -115,7 +137,8 @@ class Recomputed:
         self._sources = sources
         self._versions = {value: _alive(owner)._version for value, owner in chain.owned.items()}
         with unseen():
-            self._digest = _digest(_whole(tensor))
+            self._digest = digest(_whole(tensor))
+        self._digests = digests
 
     def take(self) -> torch.Tensor:
         """Give the bytes, running the ops now unless they were run already.
@@ -125,7 +148,7 @@ class Recomputed:
         StaleValueError
             If an input was changed in place since.
         PlanMismatchError
-            If forward did something else this time, so that the bytes are others.
+            If the replay gave other bytes; while backward runs, it is raised at its end.
         """
         if self.here is None:
             with unseen():
@@ -160,15 +183,12 @@ class Recomputed:
         for step in self._chain.recipes:
             made.update(zip(step.outputs, step.run(tensor_of), strict=True))
         content = _whole(made[self._chain.value])
-        # The host waits for the device here: a number of the user's program that changes from step
-        # to step is in no graph, and to go on would be silently wrong.
-        if content.numel() != self._chain.nbytes or not torch.equal(_digest(content), self._digest):
+        if content.numel() != self._chain.nbytes:
             raise PlanMismatchError(
-                f"{self._chain.nbytes} bytes that forward saved were to be made again, and came "
-                "out otherwise: the program computes something else than when it was observed (a "
-                "number or a branch that changes from step to step). Use policy='lifetime' or "
-                "'auto', which never recompute"
+                f"{self._chain.nbytes} bytes were to be made again, and {content.numel()} were: "
+                "the program computes something else than when it was observed"
             )
+        self._digests.compare(self._digest, digest(content))
         return content
 
     def _input(self, value: int) -> tuple[torch.Tensor, int]:
@@ -182,14 +202,6 @@ class Recomputed:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return content_of(tensor, 0, tensor.untyped_storage().nbytes())
-
-
-def _digest(content: torch.Tensor) -> torch.Tensor:
-    """Sums of the bytes along the rows and the columns of a table of 4 KiB rows."""
-    whole = content.numel() // _ROW * _ROW
-    table = content[:whole].view(torch.int32).view(-1, _ROW // 4)
-    sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]
-    return torch.cat([*sums, content[whole:].to(torch.int64)])
 
 
 def _alive(owner: weakref.ref[torch.Tensor]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from belady.ir.trace import Phase, Source, StorageKind, Trace
+from belady.measure.calls import Learner
 from belady.measure.clock import Clock
 from belady.measure.modules import module_paths
 from belady.measure.observe import assemble, held_bytes
@@ -32,8 +33,8 @@ class Observation:
         Brackets every op.
     modules
         The roots, whose parameters and buffers are persistent.
-    trying
-        Whether to learn which ops can be run again, by doing so.
+    learner
+        Follows the calls, to learn which ops can be run again; None leaves that out.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Observation:
         device: torch.device,
         clock: Clock,
         modules: Iterable[torch.nn.Module],
-        *,
-        trying: bool = False,
+        learner: Learner | None = None,
     ) -> None:
-        self.recorder = Recorder(device, clock, trying=trying)
+        self.recorder = Recorder(device, clock, learner)
+        self.learner = learner
         self.roots: list[str] = []
         self._modules = list(modules)
         self._paths = ExitStack()

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.ir.trace import Mode, Phase, StorageKind, Use
+from belady.measure.calls import Learner
 from belady.measure.clock import Clock
 from belady.measure.recipes import Recipe, draft, repeats
 from belady.measure.records import (
@@ -45,8 +46,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Compute device; storages elsewhere are not recorded.
     clock
         Brackets every op.
-    trying
-        Whether to run ops once more, to learn which of them give the same bits.
+    learner
+        Follows the calls of the program. With it, ops are run once more, to learn which of them
+        give the same bits.
 
     Attributes
     ----------
@@ -65,11 +67,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let torch.compile work as it does unwatched, and watch what its code runs."""
         return True
 
-    def __init__(self, device: torch.device, clock: Clock, *, trying: bool = False) -> None:
+    def __init__(self, device: torch.device, clock: Clock, learner: Learner | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.clock = clock
-        self.trying = trying
+        self._learner = learner
         self.ops: list[RawOp] = []
         self.storages: list[RawStorage] = []
         self.values: list[RawValue] = []
@@ -167,7 +169,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.paused or func.namespace == "prim" or func is _DETACH:
             return func(*args, **kwargs)
         op = self._begin(func, args, kwargs, perf_counter() - self._last)
-        tried = self.trying and op.phase in _REPLAYED
+        tried = self._learner is not None and self._learner.trusted and op.phase in _REPLAYED
         recipe = draft(func, args, kwargs, self._value_of) if tried else None
         self.clock.start()
         called = perf_counter()

@@ -10,12 +10,11 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import Planner
 from belady.planners.baseline import BASELINE
-from belady.planners.lifetime import LIFETIME
+from belady.planners.hybrid import HYBRID
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 
-# Not the floor: the lifetime policy starts from it and falls back to it. Not the hybrid: a program
-# whose numbers or branches change from step to step would be stopped by an error under it.
-_CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, LIFETIME)
+# Not the floor, from which the lifetime policy starts, nor that one, from which the hybrid does.
+_CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, HYBRID)
 
 
 @dataclass(frozen=True, slots=True)

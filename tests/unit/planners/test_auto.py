@@ -37,7 +37,7 @@ def test_the_fastest_that_fits(link_rate: float) -> None:
         budget = Budget(device_bytes)
         made = plan("auto", trace, hardware, budget)
         others = {}
-        for policy in ("vdnn_conv", "vdnn_all", "vdnn_dyn", "lifetime"):
+        for policy in ("vdnn_conv", "vdnn_all", "vdnn_dyn", "hybrid"):
             try:
                 alone = plan(policy, trace, hardware, budget)
             except InfeasibleBudgetError:

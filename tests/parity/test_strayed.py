@@ -1,0 +1,285 @@
+"""Programs that compute something else than when they were observed, while values are replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import belady
+from belady.errors import PlanMismatchError
+from belady.ir.plan import Assignment, Budget, Plan, Recompute
+from belady.ir.run import Run
+from belady.ir.trace import Trace
+from belady.planners.replays import cheapest
+from tests.support.models import Task
+from tests.support.training import Training, differences, footprint, plain, raising
+
+Change = Callable[["Shape", int], None]
+ROOM = 1 << 30
+# Two are observed, three follow the plan before anything changes.
+BEFORE = 5
+
+
+class Shape(nn.Module):
+    """A network whose forward depends on attributes that a training loop sets."""
+
+    scale, flipped, swapped, extra = 1.5, False, False, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 1024), nn.Linear(1024, 10)
+        self.norm = nn.LayerNorm(1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x)) * self.scale
+        hidden = self.norm(x).add(x, alpha=self.scale)
+        hidden = torch.tanh(hidden) if self.flipped else torch.sigmoid(hidden)
+        if self.extra:
+            hidden = hidden + 1
+        one, two = hidden.sigmoid(), x.sigmoid()
+        hidden = torch.sub(two, one) if self.swapped else torch.sub(one, two)
+        return self.last(torch.sigmoid(hidden) * self.scale)
+
+
+def rows(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 10, (size,), generator=generator)
+    return torch.randn(size, 64, generator=generator), labels
+
+
+SHAPE = Task("shape", lambda: [Shape()], rows)
+
+
+def same(_model: Shape, _index: int) -> None:
+    """Nothing changes."""
+
+
+def once(model: Shape, index: int) -> None:
+    if index == BEFORE:
+        model.scale = 0.5
+
+
+def always(model: Shape, index: int) -> None:
+    model.scale = 1 + index / 10
+
+
+def branches(model: Shape, index: int) -> None:
+    model.flipped = index == BEFORE
+
+
+def grows(model: Shape, index: int) -> None:
+    model.extra = index >= BEFORE
+
+
+def under(change: Change) -> Callable[[Training, int], list[Tensor]]:
+    def step(training: Training, index: int) -> list[Tensor]:
+        model = training.model
+        assert isinstance(model, Shape)
+        change(model, index)
+        return plain(training, index)
+
+    return step
+
+
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
+    """Whatever is asked for, make again what can be made again."""
+    plans: list[Plan] = []
+
+    def everything(_policy: str, trace: Trace, *_: Any, **__: Any) -> Plan:
+        chosen: dict[int, Recompute] = {}
+        for value in trace.saved:
+            replay = cheapest(trace, value, lambda source: source not in chosen)
+            if replay is not None:
+                chosen[value] = replay
+        made = tuple(Assignment(value, replay) for value, replay in chosen.items())
+        plans.append(Plan(trace.fingerprint, "replays/1", Budget(ROOM), made))
+        return plans[-1]
+
+    monkeypatch.setattr("belady.eager.kinds.make_plan", everything)
+    return plans
+
+
+def replayed(plan: Plan) -> int:
+    return sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
+
+
+def compared(change: Change, iterations: int) -> Run:
+    """Train with and without belady; the results must be the same."""
+    expected = Training(SHAPE).run(under(change), range(iterations)).outcome()
+    training = Training(SHAPE)
+    with belady.virtualize(training.models, ROOM) as vm:
+        training.run(under(change), range(iterations))
+        run = vm.run()
+    assert differences(expected, training.outcome()) == []
+    assert run is not None
+    return run
+
+
+def test_calls_that_repeat_are_replayed(replaying: list[Plan]) -> None:
+    run = compared(same, 6)
+    assert len(replaying) == 1
+    assert replayed(run.plan) >= 5
+    assert run.measured is not None
+    assert run.measured.defaults == ()
+
+
+def test_a_number_that_changes_once_is_observed_again(replaying: list[Plan]) -> None:
+    run = compared(once, BEFORE + 8)
+    assert len(replaying) == 2
+    # What is made with the number is not replayed again: it may change once more.
+    assert 0 < replayed(run.plan) < replayed(replaying[0])
+
+
+def test_a_number_that_always_changes_is_not_replayed(replaying: list[Plan]) -> None:
+    run = compared(always, 12)
+    assert len(replaying) == 2
+    assert 0 < replayed(run.plan) < replayed(replaying[0])
+    assert run.measured is not None
+    assert run.measured.defaults == ()
+
+
+@pytest.mark.parametrize("change", [branches, grows])
+def test_another_branch_changes_no_bit(change: Change, replaying: list[Plan]) -> None:
+    compared(change, BEFORE + 6)
+    assert replaying
+
+
+def test_what_no_call_shows_is_an_error_and_then_replayed_no_more(replaying: list[Plan]) -> None:
+    training = Training(SHAPE)
+    model = training.model
+    assert isinstance(model, Shape)
+    with belady.virtualize(training.models, ROOM) as vm:
+        training.run(plain, range(BEFORE))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        model.swapped = True
+        with pytest.raises(PlanMismatchError, match="parameters are untouched"):
+            training.loss(0).backward()
+        assert all(map(torch.equal, before, model.parameters()))
+        training.optimizer.zero_grad()
+        expected = Training(SHAPE)
+        assert isinstance(expected.model, Shape)
+        expected.run(plain, range(BEFORE))
+        expected.model.swapped = True
+        for each in (training, expected):
+            each.run(plain, range(6))
+        assert differences(expected.outcome(), training.outcome()) == []
+        run = vm.run()
+    assert run is not None
+    assert replayed(replaying[0]) > 0
+    assert replayed(run.plan) == 0
+
+
+def test_a_wrong_gradient_never_reaches_an_optimizer_that_steps_inside_backward(
+    replaying: list[Plan],
+) -> None:
+    training = Training(SHAPE)
+    model = training.model
+    assert isinstance(model, Shape)
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    with belady.virtualize(training.models, ROOM):
+        for index in range(BEFORE):
+            training.loss(index).backward()
+        assert replaying
+        # Only what comes after the first replay is wrong.
+        untouched = [model.first.weight.detach().clone(), model.norm.weight.detach().clone()]
+        model.swapped = True
+        with pytest.raises(PlanMismatchError):
+            training.loss(0).backward()
+        assert torch.equal(untouched[0], model.first.weight)
+        assert torch.equal(untouched[1], model.norm.weight)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3, 5])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_interruption_leaves_no_mode(
+    error: type[BaseException], iterations: int, replaying: list[Plan]
+) -> None:
+    training = Training(SHAPE).run(plain, range(1))
+    before = footprint(training.model.modules())
+    with belady.virtualize(training.model, ROOM):
+        training.run(plain, range(iterations))
+        with raising(training.model, error, 2), suppress(error):
+            training.loss(0)
+    assert footprint(training.model.modules()) == before
+    assert len(replaying) == (iterations > 1)
+
+
+class Counting(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Moded(Shape):
+    """Uses a mode of its own in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.mode:
+            return super().forward(x)
+
+
+def test_a_mode_of_the_user_sees_what_it_sees_without_belady(replaying: list[Plan]) -> None:
+    task, seen = Task("moded", lambda: [Moded()], rows), []
+    for managed in (False, True):
+        training = Training(task)
+        vm = belady.virtualize(training.models, ROOM) if managed else None
+        training.run(plain, range(BEFORE - 1))
+        assert isinstance(training.model, Moded)
+        training.model.mode.calls = 0
+        training.run(plain, range(BEFORE))
+        seen.append((training.model.mode.calls, training.outcome()))
+        if vm is not None:
+            vm.close()
+    assert seen[0][0] == seen[1][0]
+    assert differences(seen[0][1], seen[1][1]) == []
+    assert replayed(replaying[0]) >= 5
+
+
+def test_nothing_is_replayed_beside_compiled_code(
+    replaying: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._dynamo.convert_frame as frames
+
+    monkeypatch.setattr(frames, "FRAME_COUNTER", 1)
+    run = compared(same, BEFORE)
+    assert replayed(run.plan) == 0
+
+
+def test_compiling_later_ends_replays(
+    replaying: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._dynamo.convert_frame as frames
+
+    def compiled(_model: Shape, index: int) -> None:
+        if index == BEFORE:
+            monkeypatch.setattr(frames, "FRAME_COUNTER", 1)
+
+    monkeypatch.setattr(frames, "FRAME_COUNTER", 0)
+    expected = Training(SHAPE).run(plain, range(BEFORE + 5)).outcome()
+    training = Training(SHAPE)
+    with belady.virtualize(training.models, ROOM) as vm:
+        training.run(under(compiled), range(BEFORE + 5))
+        run = vm.run()
+    assert differences(expected, training.outcome()) == []
+    assert run is not None
+    assert replayed(replaying[0]) > 0
+    assert replayed(run.plan) == 0
