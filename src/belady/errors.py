@@ -13,6 +13,7 @@
     ├── OutOfMemoryError            (MemoryError)  the device ran out in spite of the plan
     ├── StaleValueError             (RuntimeError) a saved tensor was changed in place
     ├── TraceError                  an iteration that cannot be traced
+    ├── SectionError                modules that cannot run in slices along the batch
     └── MissingExtraError           (ImportError)  an optional dependency is absent
 
 Errors of the user's own code are never wrapped: they come out as they went in.
@@ -94,6 +95,10 @@ class StaleValueError(BeladyError, RuntimeError):
 
 class TraceError(BeladyError):
     """An iteration that cannot be traced."""
+
+
+class SectionError(BeladyError):
+    """Modules cannot run in slices along the batch; the message says which and why."""
 
 
 class MissingExtraError(BeladyError, ImportError):

@@ -23,6 +23,7 @@ NAMES = [
     "MissingExtraError",
     "OutOfMemoryError",
     "PlanMismatchError",
+    "SectionError",
     "SpillError",
     "StaleValueError",
     "TierError",

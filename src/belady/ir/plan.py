@@ -87,9 +87,15 @@ Decision = Keep | Offload | Recompute | Encode | Managed
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Run the ops of ``module`` in ``slices`` slices along the batch dimension."""
+    """Run ``modules``, one after another, in ``slices`` slices along the batch.
 
-    module: str
+    Attributes
+    ----------
+    modules
+        Paths of one module, or of consecutive children of one ``torch.nn.Sequential``.
+    """
+
+    modules: tuple[str, ...]
     slices: int
 
 

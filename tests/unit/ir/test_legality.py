@@ -188,7 +188,7 @@ def test_edits_without_an_engine_are_named() -> None:
     trace = one_value()
     plan = replace(
         plan_of(trace, {}),
-        sections=(Section("layer", 2),),
+        sections=(Section(("layer",), 2),),
         order_edits=(OrderEdit(1, 0),),
         reuse_classes=((0, 1),),
     )

@@ -1,0 +1,246 @@
+"""Makes modules run in slices until it is undone."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from belady.errors import SectionError
+from belady.ir.plan import Section
+from belady.sections.call import SlicedCall
+from belady.sections.slices import bounds
+from belady.sections.stages import (
+    Step,
+    is_sequential,
+    modules_in,
+    own_steps,
+    plain_forward,
+    refuse_unfit,
+    run_steps,
+    split,
+    steps_of,
+)
+from belady.sections.standins import StandIns
+
+
+def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
+    """Run modules of ``model`` in slices along the first dimension of their input.
+
+    A section of one module replaces the forward of that module; one of several replaces the
+    forward of the `torch.nn.Sequential` whose consecutive children they are. Nothing else
+    changes: names, parameters, ``state_dict``, hooks. Copies and pickles of the model run
+    unsectioned.
+
+    A call is cut into slices when grad is enabled, the input or a parameter of the run needs a
+    gradient, and the batch has at least as many samples as there are slices; any other call runs
+    as before. Hooks on modules inside a run would see slices, so they are refused; global module
+    hooks do see them.
+
+    Notes
+    -----
+    Results differ from the unsectioned ones by the order of sums alone: a parameter's gradient is
+    the sum of the slices' gradients in ascending order; a BatchNorm in training mode uses
+    the statistics of the whole batch. Gradients of gradients are refused.
+
+    Returns
+    -------
+    Callable
+        Undoes it, once; graphs that exist by then can still be run backward.
+
+    Raises
+    ------
+    SectionError
+        If a section cannot run in slices whatever its input. `belady.sections.allowed` looks
+        at ops and numbers as well. A call raises it too, for what only a call can show.
+    """
+    stand_ins = StandIns()
+    runs: dict[nn.Module, list[Run]] = {}
+    taken: set[str] = set()
+    for section in sections:
+        owner, run = _run(model, section, stand_ins)
+        for name in section.modules:
+            _refuse_overlap(name, taken)
+        taken.update(section.modules)
+        runs.setdefault(owner, []).append(run)
+    places = [_Forward(owner, of, stand_ins) for owner, of in runs.items()]
+    for place in places:
+        place.attach()
+
+    def undo() -> None:
+        stand_ins.restore()
+        while places:
+            places.pop().detach()
+
+    return undo
+
+
+@dataclass(frozen=True)
+class Run:
+    """Modules that run one after another, in slices.
+
+    Attributes
+    ----------
+    children
+        Names of the children of a Sequential that it consists of; empty for a module's own forward.
+    """
+
+    name: str
+    slices: int
+    children: tuple[str, ...]
+    stand_ins: StandIns
+
+    def steps(self, owner: nn.Module) -> list[Step]:
+        """What it consists of today: a child may have been replaced."""
+        if not self.children:
+            return own_steps(owner)
+        children = [owner._modules[child] for child in self.children]
+        return list(steps_of(child for child in children if child is not None))
+
+    def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run on one tensor."""
+        if not torch.is_grad_enabled():
+            return self._unsectioned(owner, *args, **kwargs)
+        steps = self.steps(owner)
+        modules = modules_in(steps)
+        parameters = _trainable(modules)
+        whole = self._only_tensor(args, kwargs)
+        if whole.shape[0] < self.slices or not (whole.requires_grad or parameters):
+            return self._unsectioned(owner, *args)
+        refuse_unfit(self.name, steps)
+        del args
+        with self.stand_ins.standing(modules) as aliases:
+            stages = split(steps, {alias: at for at, alias in enumerate(aliases.values())})
+            cut = bounds(whole.shape[0], self.slices)
+            return SlicedCall(self.name, stages, cut, aliases).run(whole)
+
+    def _unsectioned(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self.children:
+            return plain_forward(owner)(*args, **kwargs)
+        return run_steps(self.steps(owner), *args)
+
+    def _only_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim():
+            return args[0]
+        raise SectionError(
+            f"{self.name} cannot run in slices: it was called with something else than one tensor "
+            "with a batch dimension"
+        )
+
+
+class _Forward:
+    """Stands on a module in the place of its forward.
+
+    An attribute of the instance, where `state_dict`, names and hooks do not see it. It pickles and
+    copies as the forward of the class, bound to the copy.
+    """
+
+    def __init__(self, owner: nn.Module, runs: Sequence[Run], stand_ins: StandIns) -> None:
+        functools.update_wrapper(self, plain_forward(owner), updated=())
+        # Not a strong one: the owner holds this.
+        self._owner = weakref.ref(owner)
+        self._runs = {run.children[:1]: run for run in runs}
+        self._stand_ins = stand_ins
+
+    def attach(self) -> None:
+        """Take the place."""
+        vars(self._alive())["forward"] = self
+
+    def detach(self) -> None:
+        """Give the place back, if it is still this one's."""
+        owner = self._owner()
+        if owner is not None and vars(owner).get("forward") is self:
+            del vars(owner)["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        owner = self._alive()
+        with self._stand_ins.lock:
+            whole = self._runs.get(())
+            if whole is not None:
+                return whole(owner, *args, **kwargs)
+            return self._chain(owner, *args, **kwargs)
+
+    def _chain(self, owner: nn.Module, input: Any) -> Any:
+        """What the forward of a Sequential does, its runs in slices."""
+        left = 0
+        for name, child in owner._modules.items():
+            run = self._runs.get((name,))
+            if run is not None:
+                input, left = run(owner, input), len(run.children)
+            elif not left and child is not None:
+                input = child(input)
+            left = max(0, left - 1)
+        return input
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._alive(), "forward")
+
+    def _alive(self) -> nn.Module:
+        owner = self._owner()
+        assert owner is not None
+        return owner
+
+
+def _run(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.Module, Run]:
+    """The run of a section, and the module whose forward does it."""
+    title = "…".join(dict.fromkeys((section.modules or ("",))[i] for i in (0, -1))) or "the model"
+    if section.slices < 2 or not section.modules:
+        raise SectionError(f"{title}: a section has modules, and at least two slices of them")
+    if len(section.modules) == 1:
+        owner = _module(model, section.modules[0])
+        _refuse_patched(owner)
+        run = Run(title, section.slices, (), stand_ins)
+    else:
+        parents = {name.rpartition(".")[0] for name in section.modules}
+        owner = _module(model, min(parents))
+        children = tuple(name.rpartition(".")[2] for name in section.modules)
+        names = list(owner._modules)
+        at = names.index(children[0]) if children[0] in names else len(names)
+        if len(parents) != 1 or tuple(names[at : at + len(children)]) != children:
+            raise SectionError(f"{title}: these are not consecutive modules of one parent")
+        _refuse_patched(owner)
+        if not is_sequential(owner):
+            raise SectionError(
+                f"{title}: only a torch.nn.Sequential is known to run modules one after another, "
+                f"and these belong to {type(owner).__name__}; name that, or one of them"
+            )
+        run = Run(title, section.slices, children, stand_ins)
+    refuse_unfit(title, run.steps(owner))
+    return owner, run
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise SectionError(f"the model has no module {name!r}") from error
+
+
+def _refuse_patched(owner: nn.Module) -> None:
+    if "forward" in vars(owner):
+        raise SectionError(
+            f"{type(owner).__name__} has another forward than its class, perhaps from sections "
+            "that are not undone; undo those first"
+        )
+
+
+def _refuse_overlap(name: str, taken: Iterable[str]) -> None:
+    for other in taken:
+        inner, outer = sorted((name, other), key=len, reverse=True)
+        if not outer or f"{inner}.".startswith(f"{outer}."):
+            raise SectionError(f"sections overlap: {other!r} and {name!r}")
+
+
+def _trainable(modules: Iterable[nn.Module]) -> bool:
+    return any(
+        parameter.requires_grad
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
