@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from belady.ir.plan import Assignment, Budget, Plan, Recompute
+from belady.ir.trace import Trace
+from belady.planners.replays import cheapest
 from tests.support.training import repeatable
 
 
@@ -20,3 +24,22 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Whatever is asked for, make again what can be made again."""
+    plans: list[Plan] = []
+
+    def everything(_policy: str, trace: Trace, *_: Any, **__: Any) -> Plan:
+        chosen: dict[int, Recompute] = {}
+        for value in trace.saved:
+            replay = cheapest(trace, value, lambda source: source not in chosen)
+            if replay is not None:
+                chosen[value] = replay
+        made = tuple(Assignment(value, replay) for value, replay in chosen.items())
+        plans.append(Plan(trace.fingerprint, "replays/1", Budget(1 << 30), made))
+        return plans[-1]
+
+    monkeypatch.setattr("belady.eager.kinds.make_plan", everything)
+    return plans

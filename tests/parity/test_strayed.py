@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,10 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 import belady
 from belady.errors import PlanMismatchError
-from belady.ir.plan import Assignment, Budget, Plan, Recompute
+from belady.ir.plan import Plan, Recompute
 from belady.ir.run import Run
-from belady.ir.trace import Trace
-from belady.planners.replays import cheapest
 from tests.support.models import Task
 from tests.support.training import Training, differences, footprint, plain, raising
 
@@ -84,25 +82,6 @@ def under(change: Change) -> Callable[[Training, int], list[Tensor]]:
         return plain(training, index)
 
     return step
-
-
-@pytest.fixture
-def replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
-    """Whatever is asked for, make again what can be made again."""
-    plans: list[Plan] = []
-
-    def everything(_policy: str, trace: Trace, *_: Any, **__: Any) -> Plan:
-        chosen: dict[int, Recompute] = {}
-        for value in trace.saved:
-            replay = cheapest(trace, value, lambda source: source not in chosen)
-            if replay is not None:
-                chosen[value] = replay
-        made = tuple(Assignment(value, replay) for value, replay in chosen.items())
-        plans.append(Plan(trace.fingerprint, "replays/1", Budget(ROOM), made))
-        return plans[-1]
-
-    monkeypatch.setattr("belady.eager.kinds.make_plan", everything)
-    return plans
 
 
 def replayed(plan: Plan) -> int:

@@ -31,6 +31,7 @@ from belady.measure.events import with_events
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
 from belady.measure.observe import undisturbed
+from belady.measure.trials import Trials
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
 from belady.planners.moves import MIN_BYTES
@@ -202,8 +203,8 @@ class Conductor:
         device = self.carrier.device
         if kind.stage in (Stage.WARM, Stage.TIMED):
             learns = kind.stage is Stage.TIMED and kind.replays and not compiled_anything()
-            learner = Learner(kind.varying) if learns else None
-            return Observation(device, clock_for(device), self._modules, learner)
+            trials = Trials(Learner(kind.varying), clock_for(device)) if learns else None
+            return Observation(device, clock_for(device), self._modules, trials)
         if kind.stage is Stage.SETTLING and device.type == "cpu":
             # A CPU has no allocator that counts: the peak is seen by watching storages.
             return Observation(device, NoClock(), self._modules)
@@ -213,9 +214,10 @@ class Conductor:
         kind.observed += 1
         passes, watched = tuple(iteration.passes), iteration.observation
         if kind.stage is Stage.TIMED and trace and watched and passes == kind.passes:
-            recorder, learner = watched.recorder, watched.learner
-            calls = learner.passes if learner is not None else []
-            recipes = Recipes(recorder.recipes, recorder.owners, calls, kind.varying)
+            trials, recipes = watched.recorder.trials, Recipes()
+            if trials is not None:
+                owners, calls = watched.recorder.owners, trials.learner.passes
+                recipes = Recipes(trials.recipes, owners, calls, kind.varying)
             self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
         elif kind.observed >= _OBSERVED:
             # No two alike: it stays at the floor, which needs no plan.

@@ -166,4 +166,5 @@ class Iteration:
 def _calls_of(engine: Planned | None, observation: Observation | None) -> Calls | None:
     if engine is not None:
         return engine.calls
-    return None if observation is None else observation.learner
+    trials = None if observation is None else observation.recorder.trials
+    return None if trials is None else trials.learner

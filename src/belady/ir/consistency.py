@@ -102,6 +102,14 @@ def _op(path: str, op: Op, values: int, end: int) -> None:
         inner = f"{path}.algorithms[{index}]"
         _amount(f"{inner}.device_seconds", algorithm.device_seconds)
         _amount(f"{inner}.workspace_bytes", algorithm.workspace_bytes)
+    if op.shortcut is not None:
+        inner = f"{path}.shortcut"
+        _all_within(f"{inner}.reads", op.shortcut.reads, 0, values - 1)
+        _all_within(f"{inner}.writes", op.shortcut.writes, 0, values - 1)
+        _amount(f"{inner}.device_seconds", op.shortcut.device_seconds)
+        for value in op.shortcut.writes:
+            if value not in op.writes:
+                _fail(f"{inner}.writes", f"{value} is not among what the op writes")
 
 
 def _storage(path: str, storage: Storage, end: int) -> None:

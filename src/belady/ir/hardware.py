@@ -130,3 +130,8 @@ class HardwareProfile:
     def link(self, source: Tier, target: Tier) -> Link | None:
         """The link from ``source`` to ``target``, or None when there is none."""
         return next((x for x in self.links if (x.source, x.target) == (source, target)), None)
+
+    def memory_seconds(self, nbytes: int) -> float:
+        """Seconds in which the device reads or writes ``nbytes`` of its own; 0 where unknown."""
+        link = self.link(Tier.DEVICE, Tier.DEVICE)
+        return 0.0 if link is None else nbytes / link.bytes_per_s

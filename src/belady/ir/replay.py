@@ -33,14 +33,14 @@ def reasons(trace: Trace, index: int, decisions: Mapping[int, Decision]) -> Iter
             yield f"{trace.locate(op)} cannot be replayed: it {why}", op
         if why := overwrites(trace, op, made):
             yield f"{trace.locate(op)} {why}", op
-        for source in trace.ops[op].reads:
+        for source in trace.ops[op].replay.reads:
             if source not in made:
                 why = unavailable(trace, source, index) or _elsewhere(
                     trace, source, decision.at, decisions.get(source)
                 )
                 if why:
                     yield f"{trace.locate(op)} reads value {source}, which {why}", op
-        made.update(trace.ops[op].writes)
+        made.update(trace.ops[op].replay.writes)
 
 
 def sources(trace: Trace, decision: Recompute) -> list[int]:
@@ -48,8 +48,8 @@ def sources(trace: Trace, decision: Recompute) -> list[int]:
     made: set[int] = set()
     found: dict[int, None] = {}
     for op in decision.ops:
-        found |= dict.fromkeys(value for value in trace.ops[op].reads if value not in made)
-        made.update(trace.ops[op].writes)
+        found |= dict.fromkeys(value for value in trace.ops[op].replay.reads if value not in made)
+        made.update(trace.ops[op].replay.writes)
     return list(found)
 
 
@@ -95,10 +95,10 @@ def closure(
         if op < 0 or len(ops) == longest or irreproducible(trace, op):
             return None
         ops.add(op)
-        behind = {predecessor(trace, output) for output in trace.ops[op].writes} - {None}
+        behind = {predecessor(trace, output) for output in trace.ops[op].replay.writes} - {None}
         behind |= {
             source
-            for source in trace.ops[op].reads
+            for source in trace.ops[op].replay.reads
             if unavailable(trace, source, index)
             or not (trace.storages[trace.values[source].storage].persistent or usable(source))
         }
@@ -111,7 +111,7 @@ def seconds_of(trace: Trace, replay: Recompute) -> float:
     """Seconds that compute is busy with a replay; on a CPU it issues the ops as well."""
     host = trace.device == "cpu"
     ops = (trace.ops[op] for op in replay.ops)
-    return sum(op.device_seconds + (op.host_seconds if host else 0.0) for op in ops)
+    return sum(op.replay.device_seconds + (op.host_seconds if host else 0.0) for op in ops)
 
 
 def irreproducible(trace: Trace, op: int) -> str:
@@ -125,7 +125,7 @@ def irreproducible(trace: Trace, op: int) -> str:
         return "draws random numbers"
     if not it.replayable:
         return "is not replayable"
-    for output in it.writes:
+    for output in it.replay.writes:
         storage = trace.storages[trace.values[output].storage]
         if storage.persistent:
             return f"writes value {output}, a {storage.kind.value}"
@@ -134,7 +134,7 @@ def irreproducible(trace: Trace, op: int) -> str:
 
 def overwrites(trace: Trace, op: int, made: Container[int]) -> str:
     """Which content op ``op`` would overwrite that the replay did not make; empty if none."""
-    for output in trace.ops[op].writes:
+    for output in trace.ops[op].replay.writes:
         before = predecessor(trace, output)
         if before is not None and before not in made:
             return f"writes value {output} over bytes that the replay has not written"
@@ -200,7 +200,7 @@ def _ops_wrong(trace: Trace, index: int, decision: Recompute) -> Iterator[Reason
         yield f"the ops {list(ops)} are not in ascending order", -1
     if not ops:
         yield "there is no op to replay", -1
-    elif index not in trace.ops[ops[-1]].writes:
+    elif index not in trace.ops[ops[-1]].replay.writes:
         yield f"{trace.locate(ops[-1])} is replayed last and does not write it", ops[-1]
     elif ops[-1] >= decision.at:
         yield f"{trace.locate(ops[-1])} comes only after boundary {decision.at}", ops[-1]

@@ -136,7 +136,7 @@ def tier_curve(
 def replay_bytes(trace: Trace, index: int, decision: Recompute, allocator: Allocator) -> int:
     """Bytes that a replay takes while it runs, beside those of the value: outputs and workspace."""
     ops = [trace.ops[op] for op in decision.ops]
-    written = {trace.values[output].storage for op in ops for output in op.writes}
+    written = {trace.values[output].storage for op in ops for output in op.replay.writes}
     written.discard(trace.values[index].storage)
     outputs = sum(allocator.held(trace.storages[storage].nbytes) for storage in written)
     return outputs + max((allocator.held(op.workspace_bytes) for op in ops), default=0)

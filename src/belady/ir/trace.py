@@ -12,6 +12,26 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from belady.ir.ops import Algorithm, Mode, Op, Phase, Replay
+
+__all__ = [
+    "PERSISTENT",
+    "Algorithm",
+    "Mode",
+    "Need",
+    "Op",
+    "Phase",
+    "Replay",
+    "Save",
+    "Source",
+    "Storage",
+    "StorageKind",
+    "Tier",
+    "Trace",
+    "Use",
+    "Value",
+]
+
 
 class Tier(StrEnum):
     """Where bytes live."""
@@ -19,23 +39,6 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
-
-
-class Phase(StrEnum):
-    """Part of the iteration that issues an op; LOSS is forward work outside every root."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-
-
-class Mode(StrEnum):
-    """How an op came to run."""
-
-    NORMAL = "normal"
-    REPLAY = "replay"
-    COMPILED = "compiled"
 
 
 class Need(StrEnum):
@@ -69,58 +72,6 @@ class Source(StrEnum):
 PERSISTENT = frozenset(
     {StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GRADIENT, StorageKind.STATE}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One way to run an op: its kernel time and the scratch bytes it takes meanwhile."""
-
-    name: str
-    device_seconds: float
-    workspace_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operator executed.
-
-    Attributes
-    ----------
-    device_seconds
-        Kernel time without launch gaps, in seconds.
-    host_seconds
-        Time that the host spends issuing it, in seconds.
-    workspace_bytes
-        Scratch bytes taken while it runs, beyond its outputs.
-    reads, writes
-        Ids of values.
-    batch_dims
-        For each tensor operand, the dimension that carries the batch, or None.
-    forward_op
-        For a backward op, the index of the forward op that it differentiates.
-    algorithms
-        Alternatives to the way in which it was observed (convolutions), fastest first.
-    replayable
-        Whether running it again on the same inputs gives the same bits and touches nothing else.
-    """
-
-    name: str
-    module: str
-    phase: Phase
-    pass_index: int
-    mode: Mode
-    device_seconds: float
-    host_seconds: float
-    workspace_bytes: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    random: bool = False
-    mutates: bool = False
-    communicates: bool = False
-    batch_dims: tuple[int | None, ...] = ()
-    forward_op: int | None = None
-    algorithms: tuple[Algorithm, ...] = ()
-    replayable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

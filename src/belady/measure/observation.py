@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from belady.ir.trace import Phase, Source, StorageKind, Trace
-from belady.measure.calls import Learner
 from belady.measure.clock import Clock
 from belady.measure.modules import module_paths
 from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
+from belady.measure.trials import Trials
 
 
 class Observation:
@@ -33,8 +33,8 @@ class Observation:
         Brackets every op.
     modules
         The roots, whose parameters and buffers are persistent.
-    learner
-        Follows the calls, to learn which ops can be run again; None leaves that out.
+    trials
+        Learns which ops can be run again; None leaves that out.
     """
 
     def __init__(
@@ -42,10 +42,9 @@ class Observation:
         device: torch.device,
         clock: Clock,
         modules: Iterable[torch.nn.Module],
-        learner: Learner | None = None,
+        trials: Trials | None = None,
     ) -> None:
-        self.recorder = Recorder(device, clock, learner)
-        self.learner = learner
+        self.recorder = Recorder(device, clock, trials)
         self.roots: list[str] = []
         self._modules = list(modules)
         self._paths = ExitStack()

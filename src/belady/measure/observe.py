@@ -23,6 +23,7 @@ from belady.ir.trace import (
 from belady.measure.clock import NoClock
 from belady.measure.recorder import Recorder
 from belady.measure.records import RawOp, RawSave, RawStorage
+from belady.measure.trials import Trials
 
 _TRIALS = 500
 # Times the median op beyond which an op did not only issue work.
@@ -133,14 +134,19 @@ def _ops(recorder: Recorder, first: dict[int, int], *, timed: bool) -> list[Op]:
     ops = []
     timings = recorder.clock.results()
     issue = _issue_seconds(recorder) if timed else [0.0] * len(recorder.ops)
-    for index, (raw, run, host_seconds) in enumerate(
-        zip(recorder.ops, timings, issue, strict=True)
-    ):
+    for raw, run, host_seconds in zip(recorder.ops, timings, issue, strict=True):
         forward = first.get(raw.sequence) if raw.phase is Phase.BACKWARD else None
         origin = raw if forward is None else recorder.ops[forward]
-        op = _op(raw, origin, (forward, host_seconds), run)
-        ops.append(replace(op, replayable=index in recorder.recipes))
-    return ops
+        ops.append(_op(raw, origin, (forward, host_seconds), run))
+    return ops if recorder.trials is None else _with_replays(ops, recorder.trials)
+
+
+def _with_replays(ops: list[Op], trials: Trials) -> list[Op]:
+    shortcuts = trials.shortcuts()
+    return [
+        replace(op, replayable=index in trials.recipes, shortcut=shortcuts.get(index))
+        for index, op in enumerate(ops)
+    ]
 
 
 def _issue_seconds(recorder: Recorder) -> list[float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -18,9 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.ir.trace import Mode, Phase, StorageKind, Use
-from belady.measure.calls import Learner
 from belady.measure.clock import Clock
-from belady.measure.recipes import Recipe, draft, repeats
 from belady.measure.records import (
     RawOp,
     RawSave,
@@ -31,6 +28,7 @@ from belady.measure.records import (
     tensors_in,
     written_arguments,
 )
+from belady.measure.trials import Trials
 
 # Autograd's bookkeeping: no kernel, no bytes, and not the same number in every mode.
 _DETACH = torch.ops.aten.detach.default
@@ -46,16 +44,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Compute device; storages elsewhere are not recorded.
     clock
         Brackets every op.
-    learner
-        Follows the calls of the program. With it, ops are run once more, to learn which of them
-        give the same bits.
+    trials
+        Runs ops once more, to learn which of them give the same bits.
 
     Attributes
     ----------
     shapes
         Of the tensor operands of every op.
-    recipes
-        How to run an op again, of those that were tried and gave the same bits.
     owners
         Tensors that were adopted, by storage.
     """
@@ -67,11 +62,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let torch.compile work as it does unwatched, and watch what its code runs."""
         return True
 
-    def __init__(self, device: torch.device, clock: Clock, learner: Learner | None = None) -> None:
+    def __init__(self, device: torch.device, clock: Clock, trials: Trials | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.clock = clock
-        self._learner = learner
+        self.trials = trials
         self.ops: list[RawOp] = []
         self.storages: list[RawStorage] = []
         self.values: list[RawValue] = []
@@ -82,7 +77,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = 0
         self.contents: dict[int, int] = {}
         self.shapes: list[tuple[tuple[int, ...], ...]] = []
-        self.recipes: dict[int, Recipe] = {}
         self.owners: dict[int, weakref.ref[torch.Tensor]] = {}
         self._present: dict[int, int] = {}  # value by address of its bytes
         self._anchored: list[Any] = []
@@ -169,8 +163,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.paused or func.namespace == "prim" or func is _DETACH:
             return func(*args, **kwargs)
         op = self._begin(func, args, kwargs, perf_counter() - self._last)
-        tried = self._learner is not None and self._learner.trusted and op.phase in _REPLAYED
-        recipe = draft(func, args, kwargs, self._value_of) if tried else None
+        trials = self.trials if op.phase in _REPLAYED else None
+        recipe = trials.draft(func, args, kwargs, self._value_of) if trials is not None else None
         self.clock.start()
         called = perf_counter()
         try:
@@ -182,9 +176,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 op.host_seconds += perf_counter() - called
             self.clock.stop()
         self._end(op, func, args, kwargs, result)
-        if recipe is not None:
+        if trials is not None and recipe is not None:
             with self.aside():
-                self._try(recipe, args, kwargs, result)
+                trials.learn(len(self.ops) - 1, recipe, args, kwargs, result, self._value_of)
         self._last = perf_counter()
         return result
 
@@ -230,11 +224,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._visible(tensor) and self._storage_of(tensor) < 0
         ]
         op.writes = tuple(dict.fromkeys(value for value in written if value >= 0))
-
-    def _try(self, recipe: Recipe, args: Any, kwargs: Any, result: Any) -> None:
-        outputs = tuple(self._value_of(tensor) for tensor in tensors_in((result,)))
-        if repeats(recipe, args, kwargs, result):
-            self.recipes[len(self.ops) - 1] = replace(recipe, outputs=outputs)
 
     # -- storages and values -----------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class Mixer:
             if replay is not None:
                 self._replays[value] = replay
         self.cost = {
-            value: seconds_of(trace, replay) / self.nbytes[value]
+            value: self._seconds_of(value, replay) / self.nbytes[value]
             for value, replay in self._replays.items()
         }
         self._begun: dict[tuple[frozenset[int], float], tuple[Away, Bytes]] = {}
@@ -150,6 +150,12 @@ class Mixer:
         seconds = seconds_of(self._case.trace, self._replays[value])
         return stretch == inf or seconds_of(self._case.trace, replay) <= stretch * seconds
 
+    def _seconds_of(self, value: int, replay: Recompute) -> float:
+        """Seconds of a replay, and of the digests taken when the value is saved and made again."""
+        case = self._case
+        nbytes = case.trace.storages[case.trace.values[value].storage].nbytes
+        return seconds_of(case.trace, replay) + 2 * case.hardware.memory_seconds(nbytes)
+
     def _begin(self, wish: Wish) -> tuple[Away, Bytes] | None:
         """All that may move away, with fewer replays where these need too much memory."""
         key = wish.values, wish.stretch
@@ -185,7 +191,7 @@ class Mixer:
                 _, free, back = offload_boundaries(trace, away.moves[value])
                 released = trace.storages[trace.values[value].storage].released
                 windows[value] = max(free, released), back
-        costs = {v: seconds_of(trace, it) / self.nbytes[v] for v, it in away.replays.items()}
+        costs = {v: self._seconds_of(v, it) / self.nbytes[v] for v, it in away.replays.items()}
         for value in sorted(costs, key=lambda v: (-costs[v], away.replays[v].at, v)):
             windows[value] = residency.away(trace, value, away.replays[value])
         return set(keep(windows, self.nbytes, slack, reserve))

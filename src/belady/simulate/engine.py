@@ -31,7 +31,8 @@ class _Action(IntEnum):
     COPY_IN = 3
     READY = 4
     DECODE = 5
-    REPLAY = 6
+    DIGEST = 6
+    REPLAY = 7
 
 
 def simulate(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Timeline:
@@ -110,6 +111,7 @@ def _actions(trace: Trace, plan: Plan) -> dict[int, list[tuple[_Action, int]]]:
             found.append((decision.encode_at, _Action.ENCODE, value))
             found.append((decision.decode_at, _Action.DECODE, value))
         elif isinstance(decision, Recompute):
+            found.append((trace.values[value].first_save, _Action.DIGEST, value))
             found.append((decision.at, _Action.REPLAY, value))
     found.sort(key=lambda entry: entry[:2])
     by_boundary: dict[int, list[tuple[_Action, int]]] = {}
@@ -158,7 +160,7 @@ class _Issuer:
         elif kind is _Action.REPLAY:
             self._replay(value, boundary)
         else:
-            self._codec(value, boundary)
+            self._pass_over(value, boundary)
 
     def _copy_out(self, value: int) -> None:
         there, _ = routes(self.hardware, self._tier(value))
@@ -192,17 +194,17 @@ class _Issuer:
                 if source in self.copies:
                     self._wait(self.copies[source][-1], Cause.COPY_IN)
             host_s = sum(self.trace.ops[op].host_seconds for op in decision.ops)
-            seconds = sum(self.trace.ops[op].device_seconds for op in decision.ops)
+            seconds = sum(self.trace.ops[op].replay.device_seconds for op in decision.ops)
             self._work(boundary, host_s, seconds, value)
+            self._pass_over(value, boundary)
 
-    def _codec(self, value: int, boundary: int) -> None:
+    def _pass_over(self, value: int, boundary: int) -> None:
+        """The device reads all bytes of a value, and writes those of an encoding."""
         decision = self.plan.decisions[value]
-        link = self.hardware.link(Tier.DEVICE, Tier.DEVICE)
-        seconds = 0.0
-        if isinstance(decision, Encode) and link is not None:
-            nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
-            seconds = (nbytes + decision.nbytes) / link.bytes_per_s
-        self.compute = self._add(Task(Lane.COMPUTE, seconds, op=boundary, value=value))
+        nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
+        nbytes += decision.nbytes if isinstance(decision, Encode) else 0
+        if seconds := self.hardware.memory_seconds(nbytes):
+            self.compute = self._add(Task(Lane.COMPUTE, seconds, op=boundary, value=value))
 
     def _tier(self, value: int) -> Tier:
         decision = self.plan.decisions[value]

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from belady.ir.hardware import Allocator
+from belady.ir.hardware import Allocator, Link
 from belady.ir.legality import check
 from belady.ir.plan import Budget, Keep, Offload, Recompute
 from belady.ir.timeline import Cause, Lane, Span, Stall, Timeline
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Replay, Tier, Trace
 from belady.simulate import bound, simulate
 from tests.unit.simulate.cases import cpu, gpu, plan_of, trace_of
 
@@ -151,3 +151,27 @@ def test_the_bound_knows_what_no_link_carries() -> None:
     assert best.decisions == ("Keep", "Offload", "Recompute")
     larger = replace(it, ops=(*it.ops[:3], replace(it.ops[3], workspace_bytes=5), *it.ops[4:]))
     assert bound(larger, alone, Budget(8)).seconds == pytest.approx(7 + 2, rel=1e-4)
+
+
+def test_digests_are_read_when_a_value_is_saved_and_when_it_is_made_again() -> None:
+    it, machine = trace(), gpu()
+    plan = plan_of(it, Keep(), Keep(), AGAIN)
+    memory = Link(Tier.DEVICE, Tier.DEVICE, ((8, 8.0),), 8.0, 0.0, "memory")
+    each = it.storages[it.values[2].storage].nbytes / 8
+    timeline = simulate(it, replace(machine, links=(*machine.links, memory)), plan)
+    assert each > 0
+    assert (timeline.compute_seconds, timeline.replay_seconds) == (7, 2 + 2 * each)
+    assert timeline.seconds == 9 + 2 * each
+
+
+def test_a_shortcut_is_what_runs() -> None:
+    it = trace()
+    ops = list(it.ops)
+    # Op 2 reads the second value too, which the shortcut does without.
+    ops[2] = replace(ops[2], reads=(0, 1), shortcut=Replay(0.5, (0,), (2,)))
+    it = replace(it, ops=tuple(ops))
+    plan = plan_of(it, Keep(), Keep(), AGAIN)
+    assert check(it, gpu(), plan, plan.budget).ok
+    assert simulate(it, gpu(), plan).replay_seconds == 0.5
+    without = replace(it, ops=tuple(replace(op, shortcut=None) for op in it.ops))
+    assert not check(without, gpu(), replace(plan, trace=without.fingerprint), plan.budget).ok

@@ -1,0 +1,100 @@
+"""One operator executed, and how it could run otherwise. For indices see `belady.ir.trace`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Part of the iteration that issues an op; LOSS is forward work outside every root."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Mode(StrEnum):
+    """How an op came to run."""
+
+    NORMAL = "normal"
+    REPLAY = "replay"
+    COMPILED = "compiled"
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way to run an op: its kernel time and the scratch bytes it takes meanwhile."""
+
+    name: str
+    device_seconds: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Another run for an op: the bits that it wrote, or some of them, from bits that are there.
+
+    Attributes
+    ----------
+    device_seconds
+        Kernel time, in seconds.
+    reads, writes
+        Ids of values; what is written is among what the op writes.
+    """
+
+    device_seconds: float
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator executed.
+
+    Attributes
+    ----------
+    device_seconds
+        Kernel time without launch gaps, in seconds.
+    host_seconds
+        Time that the host spends issuing it, in seconds.
+    workspace_bytes
+        Scratch bytes taken while it runs, beyond its outputs.
+    reads, writes
+        Ids of values.
+    batch_dims
+        For each tensor operand, the dimension that carries the batch, or None.
+    forward_op
+        For a backward op, the index of the forward op that it differentiates.
+    algorithms
+        Alternatives to the way in which it was observed (convolutions), fastest first.
+    replayable
+        Whether running it again on the same inputs gives the same bits and touches nothing else.
+    shortcut
+        A cheaper replay than that, where there is one (a norm whose statistics are saved).
+    """
+
+    name: str
+    module: str
+    phase: Phase
+    pass_index: int
+    mode: Mode
+    device_seconds: float
+    host_seconds: float
+    workspace_bytes: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    random: bool = False
+    mutates: bool = False
+    communicates: bool = False
+    batch_dims: tuple[int | None, ...] = ()
+    forward_op: int | None = None
+    algorithms: tuple[Algorithm, ...] = ()
+    replayable: bool = False
+    shortcut: Replay | None = None
+
+    @property
+    def replay(self) -> Replay:
+        """What runs when it is replayed."""
+        return self.shortcut or Replay(self.device_seconds, self.reads, self.writes)
