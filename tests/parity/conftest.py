@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from belady.ir.plan import Assignment, Budget, Plan, Recompute
+from belady.ir.replay import sources
 from belady.ir.trace import Trace
 from belady.planners.replays import cheapest
 from tests.support.training import repeatable
@@ -33,10 +34,12 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
     def everything(_policy: str, trace: Trace, *_: Any, **__: Any) -> Plan:
         chosen: dict[int, Recompute] = {}
-        for value in trace.saved:
-            replay = cheapest(trace, value, lambda source: source not in chosen)
+        needed: set[int] = set()
+        for value in reversed(trace.saved):
+            replay = None if value in needed else cheapest(trace, value)
             if replay is not None:
                 chosen[value] = replay
+                needed.update(sources(trace, replay))
         made = tuple(Assignment(value, replay) for value, replay in chosen.items())
         plans.append(Plan(trace.fingerprint, "replays/1", Budget(1 << 30), made))
         return plans[-1]

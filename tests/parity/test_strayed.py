@@ -22,6 +22,7 @@ Change = Callable[["Shape", int], None]
 ROOM = 1 << 30
 # Two are observed, three follow the plan before anything changes.
 BEFORE = 5
+SCALED = "aten.mul.Tensor"
 
 
 class Shape(nn.Module):
@@ -42,7 +43,7 @@ class Shape(nn.Module):
             hidden = hidden + 1
         one, two = hidden.sigmoid(), x.sigmoid()
         hidden = torch.sub(two, one) if self.swapped else torch.sub(one, two)
-        return self.last(torch.sigmoid(hidden) * self.scale)
+        return self.last(hidden * self.scale)
 
 
 def rows(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -88,6 +89,12 @@ def replayed(plan: Plan) -> int:
     return sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
 
 
+def names(run: Run, plan: Plan) -> set[str]:
+    """Names of the ops that ``plan`` runs again; all iterations issue the same."""
+    replays = [it for it in plan.decisions.values() if isinstance(it, Recompute)]
+    return {run.trace.ops[op].name for replay in replays for op in replay.ops}
+
+
 def compared(change: Change, iterations: int) -> Run:
     """Train with and without belady; the results must be the same."""
     expected = Training(SHAPE).run(under(change), range(iterations)).outcome()
@@ -103,7 +110,7 @@ def compared(change: Change, iterations: int) -> Run:
 def test_calls_that_repeat_are_replayed(replaying: list[Plan]) -> None:
     run = compared(same, 6)
     assert len(replaying) == 1
-    assert replayed(run.plan) >= 5
+    assert replayed(run.plan) >= 3
     assert run.measured is not None
     assert run.measured.defaults == ()
 
@@ -112,13 +119,17 @@ def test_a_number_that_changes_once_is_observed_again(replaying: list[Plan]) -> 
     run = compared(once, BEFORE + 8)
     assert len(replaying) == 2
     # What is made with the number is not replayed again: it may change once more.
-    assert 0 < replayed(run.plan) < replayed(replaying[0])
+    assert SCALED in names(run, replaying[0])
+    assert SCALED not in names(run, run.plan)
+    assert replayed(run.plan) > 0
 
 
 def test_a_number_that_always_changes_is_not_replayed(replaying: list[Plan]) -> None:
     run = compared(always, 12)
     assert len(replaying) == 2
-    assert 0 < replayed(run.plan) < replayed(replaying[0])
+    assert SCALED in names(run, replaying[0])
+    assert SCALED not in names(run, run.plan)
+    assert replayed(run.plan) > 0
     assert run.measured is not None
     assert run.measured.defaults == ()
 
@@ -230,7 +241,7 @@ def test_a_mode_of_the_user_sees_what_it_sees_without_belady(replaying: list[Pla
             vm.close()
     assert seen[0][0] == seen[1][0]
     assert differences(seen[0][1], seen[1][1]) == []
-    assert replayed(replaying[0]) >= 5
+    assert replayed(replaying[0]) >= 3
 
 
 def test_nothing_is_replayed_beside_compiled_code(

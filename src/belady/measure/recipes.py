@@ -1,8 +1,8 @@
 """What it takes to run an op again: the operator, its arguments, and which values they were.
 
-Only ops that give the same bits for the same inputs and touch nothing else have a recipe. Random
-ops never do; convolutions and matrix products neither, since a library may take another algorithm
-when memory is short.
+Only ops that give the same bits for the same inputs and touch nothing else have a recipe; random
+ops never do. Convolutions and matrix products do: torch takes the algorithm of the first run again,
+unless its workspace does not fit in memory any more. Then the digests tell.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _FRESH = (
     "masked_fill.Scalar masked_fill.Tensor _to_copy clone cat stack "
     "native_layer_norm native_group_norm _fused_rms_norm "
     "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d "
-    "_softmax _log_softmax"
+    "_softmax _log_softmax mean.dim sum.dim_IntList embedding index.Tensor constant_pad_nd roll "
+    "convolution mm addmm bmm baddbmm"
 )
 
 

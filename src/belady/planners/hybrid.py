@@ -16,7 +16,7 @@ from belady.planners.lifetime import LIFETIME
 from belady.planners.mix import Away, Mixer, Wish
 from belady.planners.moves import Case
 from belady.planners.spread import Times, boundary_times
-from belady.simulate.engine import simulate
+from belady.simulate.engine import iteration_seconds, simulate
 
 # Steps from recomputing nothing to recomputing all that can be.
 _PARTS = 64
@@ -116,13 +116,14 @@ class _Search:
         plan = self._mixer.make(wish, times)
         if plan is None:
             return None
-        timeline = simulate(case.trace, case.hardware, plan)
-        self._seconds[wish] = min(self._seconds[wish], timeline.seconds)
-        if timeline.seconds >= self._best.predicted_seconds:
+        seconds = iteration_seconds(case.trace, case.hardware, plan)
+        self._seconds[wish] = min(self._seconds[wish], seconds)
+        if seconds >= self._best.predicted_seconds:
             return None
         verdict = check(case.trace, case.hardware, plan, case.budget)
         if not verdict.ok:
             return None
+        timeline = simulate(case.trace, case.hardware, plan)
         self._best = replace(
             plan,
             predicted_peak_bytes=verdict.peak_bytes,

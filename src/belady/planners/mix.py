@@ -71,6 +71,7 @@ class Mixer:
         self.nbytes = {value: held_bytes(case, value) for value in movable(trace)}
         self._last_reads = {value: _last_read(trace, value) for value in trace.saved}
         self._alone = alone(trace, self.nbytes)
+        self._known: dict[int, list[tuple[dict[int, bool], Recompute | None]]] = {}
         self._replays: dict[int, Recompute] = {}
         for value in self.nbytes:
             replay = self._replay(value, ())
@@ -141,10 +142,21 @@ class Mixer:
         return slack_of(self._case, Plan(trace, self._planner, self._case.budget, assignments))
 
     def _replay(self, value: int, dropped: Collection[int]) -> Recompute | None:
+        """Cheapest replay that starts from nothing that is ``dropped``."""
+        for asked, found in self._known.setdefault(value, []):
+            if all((source in dropped) is away for source, away in asked.items()):
+                return found
         at = self._case.trace.values[value].first_read or 0
-        return cheapest(
-            self._case.trace, value, lambda v: v not in dropped and self._last_reads[v] >= at
-        )
+        # What the answer depends on, so that it is found again.
+        asks: dict[int, bool] = {}
+
+        def usable(source: int) -> bool:
+            asks[source] = source in dropped
+            return not asks[source] and self._last_reads[source] >= at
+
+        replay = cheapest(self._case.trace, value, usable)
+        self._known[value].append((asks, replay))
+        return replay
 
     def _worth(self, value: int, replay: Recompute, stretch: float) -> bool:
         seconds = seconds_of(self._case.trace, self._replays[value])

@@ -16,10 +16,11 @@ from belady.errors import PlanMismatchError, TierError
 from belady.ir.hardware import HardwareProfile, Link
 from belady.ir.plan import Encode, Offload, Plan, Recompute
 from belady.ir.replay import sources
-from belady.ir.residency import curve, intervals, offload_boundaries, tier_curve
-from belady.ir.timeline import Cause, Lane, Moved, Span, Stall, TierPeak, Timeline
+from belady.ir.residency import offload_boundaries
+from belady.ir.timeline import Cause, Lane, Timeline
 from belady.ir.trace import Tier, Trace
 from belady.simulate.lanes import Task, run
+from belady.simulate.outcome import timeline_of
 
 
 class _Action(IntEnum):
@@ -52,11 +53,22 @@ def simulate(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Timeline:
     TierError
         If the machine has no link to a tier that the plan uses.
     """
+    return timeline_of(trace, hardware, plan, _tasks(trace, hardware, plan))
+
+
+def iteration_seconds(trace: Trace, hardware: HardwareProfile, plan: Plan) -> float:
+    """Duration that `simulate` predicts, in less time; it raises the same."""
+    tasks = _tasks(trace, hardware, plan)
+    return next((task.end for task in reversed(tasks) if task.lane is Lane.COMPUTE), 0.0)
+
+
+def _tasks(trace: Trace, hardware: HardwareProfile, plan: Plan) -> list[Task]:
+    """What every lane does, in order of issue, with start and end."""
     _refuse(trace, plan)
     issuer = _Issuer(trace, hardware, plan)
     issuer.issue()
     run(issuer.tasks)
-    return _timeline(trace, hardware, plan, issuer.tasks)
+    return issuer.tasks
 
 
 def routes(hardware: HardwareProfile, tier: Tier) -> tuple[list[tuple[Lane, Link]], ...]:
@@ -224,72 +236,3 @@ def _device_seconds(trace: Trace, plan: Plan) -> list[float]:
             raise PlanMismatchError(f"{trace.locate(index)} has no algorithm {name!r}")
         seconds[index] = by_name[name]
     return seconds
-
-
-def _timeline(trace: Trace, hardware: HardwareProfile, plan: Plan, tasks: list[Task]) -> Timeline:
-    elsewhere = intervals(trace, plan)
-    held = curve(trace, plan, hardware.allocator, elsewhere)
-    peak_op = max(range(len(held)), key=held.__getitem__, default=0)
-    compute = [task for task in tasks if task.lane is Lane.COMPUTE]
-    work = [task for task in tasks if task.cause is None]
-    spans = [Span(t.lane, t.start, t.end, t.op, t.value) for t in work]
-    spans.sort(key=lambda span: span.start_s)
-    replayed = {v for v, decision in plan.decisions.items() if isinstance(decision, Recompute)}
-    peaks = [TierPeak(Tier.DEVICE, max(held, default=0))]
-    for tier in (Tier.HOST, Tier.DISK):
-        nbytes = max(tier_curve(elsewhere, tier, len(trace.ops)), default=0)
-        peaks.append(TierPeak(tier, nbytes))
-    return Timeline(
-        seconds=compute[-1].end if compute else 0.0,
-        compute_seconds=sum(task.seconds for task in compute if task.value not in replayed),
-        peaks=tuple(peaks),
-        peak_op=peak_op,
-        moved=_moved(tasks),
-        stalls=_stalls(compute, serial=trace.device == "cpu"),
-        curve=tuple(held),
-        spans=tuple(spans),
-        replay_seconds=sum(task.seconds for task in compute if task.value in replayed),
-    )
-
-
-def _moved(tasks: list[Task]) -> tuple[Moved, ...]:
-    sizes: dict[Lane, list[int]] = {}
-    for task in tasks:
-        if task.link is not None:
-            sizes.setdefault(task.lane, []).append(task.nbytes)
-    return tuple(Moved(lane, sum(sizes[lane]), len(sizes[lane])) for lane in Lane if lane in sizes)
-
-
-def _stalls(compute: list[Task], *, serial: bool) -> tuple[Stall, ...]:
-    """Every idle moment of the compute lane, charged to one cause."""
-    stalls: list[Stall] = []
-    waits: list[Task] = []
-    idle_since = 0.0
-    for task in compute:
-        if task.cause is not None:
-            waits.append(task)
-            continue
-        issued = task.after[0].end if task.after else 0.0
-        reached = idle_since if serial else max(idle_since, issued)
-        late = _late(waits, reached, task.op)
-        if serial:
-            # On one thread the host goes on only when the copies are there.
-            since = waits[-1].end if waits else reached
-            host = task.start - since
-        else:
-            since, host = idle_since, max(0.0, issued - idle_since)
-        if host > 0:
-            stalls.append(Stall(Cause.HOST, task.op, -1, host, since))
-        stalls += late
-        waits, idle_since = [], task.end
-    return (*stalls, *_late(waits, idle_since, -1))
-
-
-def _late(waits: list[Task], reached: float, op: int) -> list[Stall]:
-    """Stalls of the waits that ended after ``reached``."""
-    late: list[Stall] = []
-    for wait in waits:
-        if wait.cause is not None and wait.end > reached:
-            late.append(Stall(wait.cause, op, wait.value, wait.end - reached, reached))
-            reached = wait.end
-    return late
