@@ -1,0 +1,1 @@
+"""Executes plans by partitioning and rewriting the graphs that `torch.compile` captures."""

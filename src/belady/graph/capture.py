@@ -1,0 +1,214 @@
+"""What Dynamo captured, made runnable: a joint graph whose cut can change at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from belady.errors import StaleValueError, TraceError
+from belady.graph import doors
+from belady.graph.contents import Contents
+from belady.graph.decompositions import as_eager, refuse_repeated_casts
+from belady.graph.joint import Joint, whole_graph
+from belady.graph.layout import Layout
+from belady.graph.program import Program, program_of
+from belady.memory.geometry import below_autograd
+
+
+class Watch(Protocol):
+    """Sees every op of a program that is watched, and what the op makes."""
+
+    def start(self) -> None:
+        """An op follows."""
+        ...
+
+    def stop(self, made: tuple[Any, ...]) -> None:
+        """It was issued."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How one call of a graph runs: with which code, and on whose contents."""
+
+    program: Program
+    contents: Contents | None = None
+    watch: Watch | None = None
+
+
+class Host(Protocol):
+    """Decides how graphs run."""
+
+    device: torch.device
+
+    def captured(self, graph: Captured) -> None:
+        """A new graph was captured."""
+        ...
+
+    def not_captured(self, reason: str) -> None:
+        """A graph runs as plain PyTorch, since this engine cannot carry it out."""
+        ...
+
+    def enter(self, graph: Captured, args: Sequence[Any]) -> Turn:
+        """A forward is about to run."""
+        ...
+
+    def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
+        """It has run."""
+        ...
+
+    def enter_backward(self, state: State, args: Sequence[Any]) -> None:
+        """A backward is about to run."""
+        ...
+
+    def left_backward(self, state: State, results: Sequence[Any]) -> None:
+        """It has run."""
+        ...
+
+
+class State:
+    """What one call of a forward leaves for its backward; lives as long as autograd's graph."""
+
+    def __init__(
+        self, graph: Captured, turn: Turn, saved: list[Any], versions: tuple[int, ...]
+    ) -> None:
+        self.graph = graph
+        self.turn = turn
+        self._saved: list[Any] | None = saved
+        self._versions = versions
+
+    def take(self, *, keep: bool) -> list[Any]:
+        """Give what was saved, in a list of the caller's own; for the last time unless ``keep``.
+
+        Raises
+        ------
+        StaleValueError
+            If a saved input or result was changed in place since.
+        """
+        saved = self._saved
+        if saved is None:
+            raise RuntimeError("what forward saved was taken before")
+        for place, version in zip(self.turn.program.checked, self._versions, strict=True):
+            found = saved[place]._version
+            if found != version:
+                raise StaleValueError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: a tensor of shape {list(saved[place].shape)} is at "
+                    f"version {found}; expected version {version} instead"
+                )
+        if keep:
+            return list(saved)
+        self._saved = None
+        return saved
+
+
+class Captured:
+    """One graph that Dynamo captured: `belady.graph.doors.Compilers`, and what they made.
+
+    Attributes
+    ----------
+    joint, layout
+        Of a graph that is differentiated and that this engine can carry out.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.joint: Joint | None = None
+        self.layout = Layout()
+
+    @cached_property
+    def as_saved(self) -> Program:
+        """The program that saves what plain PyTorch saves."""
+        if self.joint is None:
+            raise RuntimeError("this graph was not cut by the graph engine")
+        return program_of(self.joint, self.layout)
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Take the joint graph.
+
+        Raises
+        ------
+        TraceError
+            If this engine cannot carry it out with the bits of plain PyTorch.
+        """
+        parts = Joint.of(joint, num_fwd_outputs)
+        refuse_repeated_casts(parts)
+        layout = Layout.of(parts, self._host.device)
+        self.joint, self.layout = parts, layout
+        self._host.captured(self)
+        return doors.stubs(
+            parts.primals, parts.tangents, parts.forward_outputs, parts.backward_outputs
+        )
+
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> doors.Runner:
+        """How forward runs."""
+        return doors.as_boxed(self._forward)
+
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> doors.Runner:
+        """How backward runs."""
+        return doors.as_boxed(_backward)
+
+    def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> doors.Runner:
+        """How a graph runs that nobody differentiates: each value goes when it is consumed.
+
+        Raises
+        ------
+        TraceError
+            As `partition`.
+        """
+        joint = whole_graph(module)
+        program = program_of(joint, Layout.of(joint, self._host.device))
+
+        def run(args: list[Any]) -> list[Any]:
+            with below_autograd():
+                return program.forward(args, None, None)[0]
+
+        return doors.as_boxed(run)
+
+    def _forward(self, args: list[Any]) -> list[Any]:
+        turn = self._host.enter(self, args)
+        with below_autograd():
+            results, saved, versions = turn.program.forward(args, turn.contents, turn.watch)
+            token = torch.empty(0)
+        state = token._belady = State(self, turn, saved, versions)  # type: ignore[attr-defined]
+        self._host.left(self, state, results)
+        return [*results, token]
+
+
+def backend_of(host: Host) -> Callable[..., Any]:
+    """A backend for `torch.compile` whose graphs ``host`` decides over.
+
+    What it cannot carry out runs as Dynamo captured it, op by op under autograd.
+    """
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return doors.compile_joint(module, inputs, Captured(host), as_eager(host.device))
+        except TraceError as error:
+            host.not_captured(str(error))
+            return module
+
+    return backend
+
+
+def _backward(args: list[Any]) -> list[Any]:
+    state = getattr(args.pop(0), "_belady", None)
+    if not isinstance(state, State):
+        raise RuntimeError(
+            "a saved-tensor hook replaced what the graph engine saved: call the compiled model "
+            "outside of the hooks"
+        )
+    host, turn = state.graph._host, state.turn
+    host.enter_backward(state, args)
+    saved = state.take(keep=doors.keeps_graph())
+    with below_autograd():
+        results = turn.program.backward(saved, args, turn.contents, turn.watch)
+    host.left_backward(state, results)
+    return results

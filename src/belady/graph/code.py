@@ -1,0 +1,116 @@
+"""Straight-line Python for a part of a graph: every name is dropped right after its last use."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from belady.graph.doors import kernel_of
+from belady.graph.joint import Step
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One statement, the names that it reads and those that it binds."""
+
+    text: str
+    reads: tuple[str, ...] = ()
+    binds: tuple[str, ...] = ()
+
+
+@dataclass
+class Code:
+    """The body of a function in the making.
+
+    Attributes
+    ----------
+    lines
+        Its statements, in order.
+    constants
+        Global names of it.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
+    _named: dict[int, str] = field(default_factory=dict)
+
+    def add(self, text: str, reads: Iterable[str] = (), binds: Iterable[str] = ()) -> None:
+        """Append a statement."""
+        self.lines.append(Line(text, tuple(reads), tuple(binds)))
+
+    def constant(self, value: Any, hint: str = "c") -> str:
+        """A global name for ``value``, the same one for the same object."""
+        name = self._named.get(id(value))
+        if name is None:
+            # The table of constants keeps the object alive, and so its id its own.
+            name = self._named[id(value)] = f"_{hint}{len(self.constants)}"
+            self.constants[name] = value
+        return name
+
+    def step(self, step: Step, names: Mapping[fx.Node, str], function: Any = None) -> None:
+        """Append a call of a step, or of ``function`` in its place.
+
+        Parameters
+        ----------
+        names
+            Of the nodes that it reads and makes.
+        """
+        node = step.node
+        reads = [name for name in (names[it] for it in step.inputs) if name != "None"]
+        args = [self._argument(arg, names) for arg in node.args]
+        args += [f"{key}={self._argument(arg, names)}" for key, arg in node.kwargs.items()]
+        call = f"{self.constant(function or kernel_of(node.target), 'f')}({', '.join(args)})"
+        if step.several:
+            binds = [
+                f"_unused{place}" if it is None else names[it]
+                for place, it in enumerate(step.outputs)
+            ]
+            targets = "".join(f"{name}, " for name in binds)
+            self.add(f"{targets}= {call}" if binds else call, reads, binds)
+        else:
+            self.add(f"{names[node]} = {call}", reads, [names[node]])
+
+    def function(self, head: str) -> Callable[..., Any]:
+        """Compile ``def {head}`` with these lines; a name is dropped after its last use."""
+        number = next(_NUMBERS)
+        source = "\n    ".join([f"def {head}:", *self._statements()]) + "\n"
+        filename = f"<belady graph {number}>"
+        scope = dict(self.constants)
+        exec(
+            compile(source, filename, "exec"), scope
+        )  # the text is made here, of names and numbers
+        made: Callable[..., Any] = scope[head.partition("(")[0]]
+        return made
+
+    def _statements(self) -> list[str]:
+        last: dict[str, int] = {}
+        for index, line in enumerate(self.lines):
+            last |= dict.fromkeys((*line.reads, *line.binds), index)
+        statements = []
+        for index, line in enumerate(self.lines):
+            statements.append(line.text)
+            names = dict.fromkeys((*line.reads, *line.binds))
+            dead = [n for n in names if last[n] == index and n not in self.constants]
+            if dead and not line.text.startswith("return"):
+                statements.append(f"del {', '.join(dead)}")
+        return statements
+
+    def _argument(self, arg: Any, names: Mapping[fx.Node, str]) -> str:
+        if isinstance(arg, fx.Node):
+            return names[arg]
+        if isinstance(arg, (list, tuple)):
+            return f"[{', '.join(self._argument(item, names) for item in arg)}]"
+        if isinstance(arg, slice):
+            parts = (self._argument(it, names) for it in (arg.start, arg.stop, arg.step))
+            return f"slice({', '.join(parts)})"
+        plain = arg is None or type(arg) in (bool, int, str)
+        if plain or (type(arg) is float and math.isfinite(arg)):
+            return repr(arg)
+        return self.constant(arg)

@@ -1,0 +1,103 @@
+"""A trace in the making: storages and contents while they are drawn, and what crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from belady.graph.parts import Part
+from belady.ir.trace import Save, StorageKind, Use
+
+OPEN = -1  # until the end of the iteration, which is not known yet
+
+
+@dataclass
+class Bytes:
+    """A storage while it is drawn; ``end`` is the boundary after its last use but for saves."""
+
+    nbytes: int
+    kind: StorageKind
+    birth: int
+    end: int
+    saved_until: int = 0
+
+    def use(self, boundary: int) -> None:
+        """It is held until ``boundary`` at least."""
+        if self.end != OPEN:
+            self.end = max(self.end, boundary)
+
+
+@dataclass
+class Content:
+    """A value while it is drawn."""
+
+    storage: int
+    version: int
+    producer: int
+    uses: list[Use] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+@dataclass
+class Call:
+    """One call of a graph while its parts are drawn."""
+
+    part: Part
+    start: int
+    storages: dict[int, int] = field(default_factory=dict)
+    values: dict[int, int] = field(default_factory=dict)
+    made_at: dict[int, int] = field(default_factory=dict)
+    by_sequence: dict[int, int] = field(default_factory=dict)
+    turned: int = 0
+
+
+class Crossing(NamedTuple):
+    """A node of forward that backward reads: where it lies, when it is read and let go.
+
+    Without ``read_by_op`` backward only hands it on.
+    """
+
+    node: fx.Node
+    ordinal: int
+    storage: int
+    reads: tuple[int, ...]
+    dropped: int
+    read_by_op: bool
+
+
+def crossings(part: Part, start: int, end: int) -> Iterator[Crossing]:
+    """What crosses into a backward whose ops are ``start`` to ``end``."""
+    readers = _readers(part, start)
+    handed_on = set(nodes_in(part.joint.backward_outputs))
+    for ordinal, node in enumerate(part.joint.crossing):
+        reads = readers.get(node, [])
+        dropped = reads[-1] + 1 if reads else start
+        read_by_op = bool(reads)
+        if node in handed_on:
+            reads, dropped = [*reads, end], end
+        storage = part.layout.storage_of.get(node, -1)
+        yield Crossing(node, ordinal, storage, tuple(reads), dropped, read_by_op)
+
+
+def nodes_in(results: Sequence[object]) -> list[fx.Node]:
+    """The nodes among the results of a graph."""
+    return [it for it in results if isinstance(it, fx.Node)]
+
+
+def _readers(part: Part, start: int) -> dict[fx.Node, list[int]]:
+    """Backward ops that read each crossing node, also by looking at its bytes otherwise."""
+    roots = {node: {node} for node in part.joint.crossing}
+    found: dict[fx.Node, list[int]] = {}
+    index = start
+    for step in part.joint.backward:
+        sources = {root for node in step.inputs for root in roots.get(node, ())}
+        if not part.layout.is_op(step):
+            roots |= dict.fromkeys(step.made, sources)
+            continue
+        for root in sources:
+            found.setdefault(root, []).append(index)
+        index += 1
+    return found

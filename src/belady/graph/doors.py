@@ -1,0 +1,146 @@
+"""Every torch-internal name that the graph engine uses; checked against torch 2.13 and 2.11.
+
+AOTAutograd traces forward and backward into one joint graph and asks a partitioner to cut it in
+two. Ours keeps the joint graph and gives AOTAutograd a cut in which one tensor without elements
+crosses from forward to backward. What really crosses is attached to that tensor, so which values
+these are can change from one iteration to the next without tracing again, and autograd's own
+lifetimes hold: when it lets go of the graph, everything saved goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+__all__ = [
+    "Compilers",
+    "as_boxed",
+    "compile_joint",
+    "fake_value",
+    "is_forward",
+    "keeps_graph",
+    "kernel_of",
+    "stubs",
+]
+
+_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+
+Runner = Callable[[list[Any]], Any]
+
+
+class Compilers(Protocol):
+    """What AOTAutograd asks for one graph that Dynamo captured."""
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cut the joint graph in two."""
+        ...
+
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
+        """Compile the forward part of a graph that was cut."""
+        ...
+
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
+        """Compile the backward part."""
+        ...
+
+    def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
+        """Compile a graph that nobody differentiates."""
+        ...
+
+
+def compile_joint(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    compilers: Compilers,
+    decompositions: dict[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Trace what Dynamo captured into a joint graph and let ``compilers`` make it runnable."""
+    backend = aot_autograd(
+        fw_compiler=compilers.forward,
+        bw_compiler=compilers.backward,
+        inference_compiler=compilers.inference,
+        partition_fn=compilers.partition,
+        decompositions=decompositions,
+    )
+    compiled: Callable[..., Any] = backend(module, inputs)
+    return compiled
+
+
+def as_boxed(run: Callable[[list[Any]], Any]) -> Runner:
+    """Mark ``run`` as taking its arguments in a list that it may empty."""
+
+    def boxed(args: list[Any]) -> Any:
+        return run(args)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def keeps_graph() -> bool:
+    """Whether the backward under way may be asked for again (``retain_graph``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_forward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph was traced in forward."""
+    return node.meta.get("partitioner_tag") not in _BACKWARD_TAGS
+
+
+def fake_value(node: fx.Node) -> Any:
+    """What the node gives, as a tensor without bytes or a tree of them."""
+    return node.meta.get("val")
+
+
+def kernel_of(target: Any) -> Any:
+    """The callable of an operator without its Python frame."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._op
+    return target
+
+
+def stubs(
+    primals: Sequence[fx.Node],
+    tangents: Sequence[fx.Node],
+    forward_outputs: Sequence[Any],
+    backward_outputs: Sequence[Any],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Graphs for AOTAutograd to look at: right inputs and outputs, one tensor from one to other.
+
+    They are never run.
+    """
+    # Shares its bytes with an input, so that AOTAutograd does not take it for donated: a donated
+    # buffer forbids retain_graph.
+    inputs = [value for value in map(fake_value, primals) if isinstance(value, torch.Tensor)]
+    token = inputs[0].detach()
+    forward, known = fx.Graph(), dict[Any, fx.Node]()
+    for node in primals:
+        known[node] = forward.node_copy(node)
+    crossing = _like(forward, token)
+    forward.output([*(_stand_in(forward, known, node) for node in forward_outputs), crossing])
+    backward, known = fx.Graph(), dict[Any, fx.Node]()
+    backward.placeholder("token").meta["val"] = token
+    for node in tangents:
+        known[node] = backward.node_copy(node)
+    backward.output([_stand_in(backward, known, node) for node in backward_outputs])
+    return fx.GraphModule({}, forward), fx.GraphModule({}, backward)
+
+
+def _stand_in(graph: fx.Graph, known: dict[Any, fx.Node], node: Any) -> Any:
+    if not isinstance(node, fx.Node):
+        return node
+    if node not in known:
+        known[node] = _like(graph, None)
+        known[node].meta = dict(node.meta)
+    return known[node]
+
+
+def _like(graph: fx.Graph, value: Any) -> fx.Node:
+    node = graph.call_function(torch.empty, (0,))
+    node.meta["val"] = value
+    return node

@@ -1,0 +1,74 @@
+"""Which nodes of a joint graph share bytes, and what each step makes and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from belady.graph.doors import fake_value
+from belady.graph.joint import Joint, Step
+from belady.measure.records import mutated, written_arguments
+
+
+@dataclass
+class Layout:
+    """The storages of one joint graph, numbered in the order in which they appear.
+
+    Attributes
+    ----------
+    storage_of
+        Storage that a node's tensor lies on; nodes without a tensor are absent.
+    sizes
+        Bytes of each storage; 0 on another device, since those do not count.
+    """
+
+    storage_of: dict[fx.Node, int] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, joint: Joint, device: torch.device) -> Layout:
+        """Read it off the tensors without bytes with which the graph was traced."""
+        layout = cls()
+        known: dict[int, int] = {}
+        for node in _tensors(joint):
+            value = fake_value(node)
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                index = known.setdefault(storage._cdata, len(layout.sizes))
+                if index == len(layout.sizes):
+                    here = value.device.type == device.type
+                    layout.sizes.append(int(storage.nbytes()) if here else 0)
+                layout.storage_of[node] = index
+        return layout
+
+    def reads(self, step: Step) -> list[int]:
+        """Storages that a step reads, each once."""
+        found = (self.storage_of[node] for node in step.inputs if node in self.storage_of)
+        return list(dict.fromkeys(found))
+
+    def makes(self, step: Step) -> list[int]:
+        """Storages that come into being in a step, each once."""
+        inputs = set(self.reads(step))
+        found = (self.storage_of[node] for node in step.made if node in self.storage_of)
+        return [storage for storage in dict.fromkeys(found) if storage not in inputs]
+
+    def writes_to(self, step: Step) -> list[int]:
+        """Storages of its inputs that a step overwrites."""
+        node = step.node
+        targets = mutated(written_arguments(node.target), node.args, node.kwargs)
+        return [self.storage_of[it] for it in targets if it in self.storage_of]
+
+    def is_op(self, step: Step) -> bool:
+        """Whether a step does work; one that only shows bytes otherwise does not."""
+        shown = [node for node in step.made if node in self.storage_of]
+        return not shown or bool(self.makes(step) or self.writes_to(step))
+
+
+def _tensors(joint: Joint) -> Iterator[fx.Node]:
+    yield from joint.primals
+    yield from joint.tangents
+    for step in (*joint.forward, *joint.backward):
+        yield from step.made

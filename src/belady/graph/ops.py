@@ -1,0 +1,84 @@
+"""What kind of op a step of a graph is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from belady.graph.joint import Step
+from belady.measure.recipes import IN_PLACE, REPLAYABLE
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor", "_c10d_functional_autograd")
+
+# The same bits for the same inputs, on one device with one setting of its libraries, from torch's
+# notes on determinism; what adds up in no fixed order (scatter, index_add, cumsum) is left out, and
+# so is every op of others.
+_WORDS = (
+    "convolution addmm mm bmm baddbmm mv dot embedding _native_batch_norm_legit_functional "
+    "mean.default mean.dim sum.default sum.dim_IntList var_mean.correction var.correction amax "
+    "amin max.dim min.dim argmax logsumexp linalg_vector_norm any.default any.dim any.dims "
+    "all.default eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor "
+    "gt.Scalar gt.Tensor ge.Scalar ge.Tensor logical_and logical_or logical_not bitwise_and.Tensor "
+    "bitwise_or.Tensor bitwise_not maximum minimum clamp_min clamp_max clamp.Tensor rsub.Scalar "
+    "rsub.Tensor sin cos erf tan atan expm1 log1p log2 sign floor ceil round square "
+    "pow.Tensor_Tensor pow.Scalar remainder.Scalar remainder.Tensor addcmul addcdiv lerp.Scalar "
+    "lerp.Tensor glu log_sigmoid_forward _prelu_kernel hardshrink softshrink celu selu "
+    "constant_pad_nd reflection_pad2d replication_pad2d roll flip tril triu repeat gather "
+    "index_select slice_scatter select_scatter full zeros ones full_like zeros_like ones_like "
+    "arange.default arange.start arange.start_step scalar_tensor upsample_nearest2d.vec "
+    "upsample_bilinear2d upsample_bilinear2d.vec"
+)
+_SAME_AGAIN = frozenset(f"aten.{w if '.' in w else w + '.default'}" for w in _WORDS.split())
+_REPEATABLE = (REPLAYABLE - IN_PLACE) | _SAME_AGAIN
+
+
+def name_of(step: Step) -> str:
+    """The operator, as torch names it."""
+    return str(step.node.target)
+
+
+def is_random(step: Step) -> bool:
+    """Whether it draws random numbers."""
+    return _RANDOM in _tags(step)
+
+
+def communicates(step: Step) -> bool:
+    """Whether it talks to other processes."""
+    return getattr(step.node.target, "namespace", "") in _COLLECTIVES
+
+
+def is_repeatable(step: Step) -> bool:
+    """Whether it gives the same bits again and touches nothing else."""
+    name = name_of(step)
+    if name == "aten.convolution.default" and torch.backends.cudnn.benchmark:
+        return False  # the fastest algorithm can be another one next time
+    return (
+        name in _REPEATABLE
+        and not is_random(step)
+        and not communicates(step)
+        and not any(tag in _tags(step) for tag in _DATA_DEPENDENT)
+    )
+
+
+def module_of(step: Step) -> str:
+    """Path of the innermost module whose forward traced the step; empty in backward."""
+    stack = step.node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\[(\d+)\]", r".\1", path)
+    return re.sub(r"^L\['self'\]\.?", "", path)
+
+
+def sequence_of(step: Step) -> int:
+    """Number that a step of forward shares with those that differentiate it; -1 without one."""
+    return int(step.node.meta.get("seq_nr", -1))
+
+
+def _tags(step: Step) -> Any:
+    return getattr(step.node.target, "tags", ())

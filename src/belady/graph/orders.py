@@ -1,0 +1,135 @@
+"""What a plan asks of each call of a graph."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from belady.errors import PlanMismatchError
+from belady.graph.joint import Step
+from belady.graph.parts import Part
+from belady.graph.trace import Drawn
+from belady.ir.plan import Encode, Offload, Plan, Recompute
+from belady.ir.residency import offload_boundaries
+from belady.ir.trace import Phase
+
+
+class Act(IntEnum):
+    """What is done to a value at a boundary, in order of issue."""
+
+    SEND = 0
+    ENCODE = 1
+    FREE = 2
+    BRING = 3
+
+
+Acts = dict[int, list[tuple[Act, int]]]
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Decisions for one call of a graph, in its own numbers.
+
+    Attributes
+    ----------
+    held
+        Storages whose bytes are moved or encoded, and the number of the value in the trace.
+    replayed
+        Storages that are made again, and the ops that do it, in order.
+    forward, backward
+        What is done at a boundary of that part: before op ``i`` of it, or at its end. The values
+        are numbers of the trace, also those of other calls.
+    """
+
+    held: Mapping[int, int] = field(default_factory=dict)
+    replayed: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
+    forward: Mapping[int, list[tuple[Act, int]]] = field(default_factory=dict)
+    backward: Mapping[int, list[tuple[Act, int]]] = field(default_factory=dict)
+
+
+AS_SAVED = Orders()
+
+
+def orders_of(drawn: Drawn, plan: Plan) -> list[Orders]:
+    """The orders of every call.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan is for another trace, or makes a value again from what another call has.
+    """
+    trace = drawn.trace
+    if plan.trace != trace.fingerprint:
+        raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
+    found = [(dict[int, int](), dict[int, tuple[Step, ...]]()) for _ in drawn.values]
+    due: list[tuple[int, Act, int]] = []
+    for value, decision in plan.decisions.items():
+        storages = _storages(drawn, value)
+        if isinstance(decision, Recompute):
+            for call, storage in storages.items():
+                found[call][1][storage] = _steps(drawn, call, decision)
+            continue
+        for call, storage in storages.items():
+            found[call][0][storage] = value
+        if isinstance(decision, Offload):
+            out, free, back = offload_boundaries(trace, decision)
+            due += [(out, Act.SEND, value), (free, Act.FREE, value), (back, Act.BRING, value)]
+        elif isinstance(decision, Encode):
+            due += [
+                (decision.encode_at, Act.ENCODE, value),
+                (decision.decode_at, Act.BRING, value),
+            ]
+    acts = _by_part(drawn, due)
+    forward, backward = _parts_of(drawn, forward=True), _parts_of(drawn, forward=False)
+    return [
+        Orders(held, again, acts[forward[call]], acts[backward[call]] if call in backward else {})
+        for call, (held, again) in enumerate(found)
+    ]
+
+
+def _storages(drawn: Drawn, value: int) -> dict[int, int]:
+    """For each call that saves the value, the storage of its graph that it lies on."""
+    calls = {save.pass_index for save in drawn.trace.values[value].saves}
+    return {
+        call: storage
+        for call in sorted(calls)
+        for storage, number in drawn.values[call].items()
+        if number == value
+    }
+
+
+def _steps(drawn: Drawn, call: int, decision: Recompute) -> tuple[Step, ...]:
+    part = _parts_of(drawn, forward=True)[call]
+    ops, start = ops_of(drawn.parts[part]), drawn.starts[part]
+    if not all(0 <= op - start < len(ops) for op in decision.ops):
+        raise PlanMismatchError(f"ops {decision.ops} are not all of graph call {call}")
+    return tuple(ops[op - start] for op in decision.ops)
+
+
+def ops_of(part: Part) -> list[Step]:
+    """The steps of a part that are ops of its trace."""
+    steps = part.joint.forward if part.forward else part.joint.backward
+    return [step for step in steps if part.layout.is_op(step)]
+
+
+def _parts_of(drawn: Drawn, *, forward: bool) -> dict[int, int]:
+    return {it.call: i for i, it in enumerate(drawn.parts) if it.forward is forward}
+
+
+def _by_part(drawn: Drawn, due: list[tuple[int, Act, int]]) -> list[Acts]:
+    """What each part does, by its own boundaries.
+
+    What is due where the user's code runs, or at the very end, is done when the part before ends.
+    """
+    found: list[Acts] = [{} for _ in drawn.parts]
+    ops = drawn.trace.ops
+    # Sorting keeps the order of the plan among equals.
+    for boundary, act, value in sorted(due, key=lambda it: it[:2]):
+        at = boundary
+        if boundary == len(ops) or ops[boundary].phase is Phase.LOSS:
+            at = boundary - 1
+        part = bisect_right(drawn.starts, at) - 1
+        found[part].setdefault(boundary - drawn.starts[part], []).append((act, value))
+    return found

@@ -1,0 +1,56 @@
+"""What was seen of the calls of graphs in one iteration: the raw material of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from belady.graph.joint import Joint
+from belady.graph.layout import Layout
+from belady.ir.trace import StorageKind
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one op took: seconds of the device and of the host, scratch bytes."""
+
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+    workspace_bytes: int = 0
+
+
+@dataclass
+class Part:
+    """The forward or the backward of one call of a graph.
+
+    Attributes
+    ----------
+    call
+        Number of the call in its iteration.
+    inputs, results
+        Names of the storages that came in and went out, by position; the same name is the same
+        storage, also in other parts. None for what is no tensor.
+    kinds
+        What a storage is that was there before the iteration, by name.
+    timings
+        Of each op; empty where nothing was run.
+    overwritten
+        Names of the inputs that were written to between this part and the backward of its call.
+    outside_bytes
+        Most bytes that others held in addition after this part, before the next one began.
+    outside_seconds
+        Time between the end of this part and the start of the next.
+    """
+
+    call: int
+    name: str
+    joint: Joint
+    layout: Layout
+    forward: bool
+    inputs: list[int | None]
+    kinds: Mapping[int, StorageKind]
+    results: list[int | None] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    overwritten: set[int] = field(default_factory=set)
+    outside_bytes: int = 0
+    outside_seconds: float = 0.0

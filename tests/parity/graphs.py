@@ -1,0 +1,107 @@
+"""Captured graphs under plans made by hand: a host that carries out one plan for each graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from belady.graph.capture import Captured, State, Turn, backend_of
+from belady.graph.contents import Contents
+from belady.graph.orders import orders_of
+from belady.graph.parts import Part
+from belady.graph.program import program_of
+from belady.graph.trace import Drawn, draw
+from belady.ir.plan import Offload, Plan
+from belady.ir.trace import StorageKind, Trace
+from belady.memory.carrier import Carrier
+from tests.support.training import Training
+
+Chooser = Callable[[Trace], Plan]
+
+
+def drawn_of(graph: Captured, args: Sequence[Any], models: Sequence[nn.Module]) -> Drawn:
+    """The trace of one forward and backward of a graph, from what it was traced with."""
+    assert graph.joint is not None
+    kinds = {
+        tensor.untyped_storage()._cdata: kind
+        for model in models
+        for tensors, kind in (
+            (model.parameters(), StorageKind.PARAMETER),
+            (model.buffers(), StorageKind.BUFFER),
+        )
+        for tensor in tensors
+    }
+    names: list[int | None] = [arg.untyped_storage()._cdata for arg in args]
+    tangents: list[int | None] = [-1 - place for place in range(len(graph.joint.tangents))]
+    device = torch.device(args[0].device.type)
+    forward = Part(0, "graph", graph.joint, graph.layout, True, names, kinds)
+    backward = Part(0, "graph", graph.joint, graph.layout, False, tangents, {})
+    return draw([forward, backward], device)
+
+
+class PlannedHost:
+    """Carries out what ``choose`` says of the trace of each graph."""
+
+    def __init__(self, models: Sequence[nn.Module], carrier: Carrier, choose: Chooser) -> None:
+        self.device = carrier.device
+        self.drawn: list[Drawn] = []
+        self.plans: list[Plan] = []
+        self.reasons: list[str] = []
+        self._models = models
+        self.replan(carrier, choose)
+        self._known: dict[Captured, Drawn] = {}
+
+    def replan(self, carrier: Carrier, choose: Chooser) -> None:
+        """Give every graph another plan from its next call on."""
+        self._carrier = carrier
+        self._choose = choose
+        self._programs: dict[Captured, tuple[Any, Any]] = {}
+
+    def captured(self, graph: Captured) -> None:
+        pass
+
+    def not_captured(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def enter(self, graph: Captured, args: Sequence[Any]) -> Turn:
+        if graph not in self._programs:
+            self._programs[graph] = self._plan(graph, args)
+        program, tiers = self._programs[graph]
+        return Turn(program, Contents(self._carrier, tiers))
+
+    def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
+        pass
+
+    def enter_backward(self, state: State, args: Sequence[Any]) -> None:
+        pass
+
+    def left_backward(self, state: State, results: Sequence[Any]) -> None:
+        pass
+
+    def _plan(self, graph: Captured, args: Sequence[Any]) -> tuple[Any, Any]:
+        assert graph.joint is not None
+        if graph not in self._known:
+            self._known[graph] = drawn_of(graph, args, self._models)
+            self.drawn.append(self._known[graph])
+        drawn = self._known[graph]
+        plan = self._choose(drawn.trace)
+        self.plans.append(plan)
+        tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
+        return program_of(graph.joint, graph.layout, orders_of(drawn, plan)[0]), tiers
+
+
+@contextmanager
+def compiled(training: Training, host: Any) -> Iterator[None]:
+    """Let steps call the models through the graph engine; the models themselves stay."""
+    models = training.models
+    backend = backend_of(host)
+    training.models = [torch.compile(it, backend=backend, dynamic=False) for it in models]
+    try:
+        yield
+    finally:
+        training.models = models
+        torch._dynamo.reset()
