@@ -26,7 +26,7 @@ class BatchNorm:
     Attributes
     ----------
     weight, bias
-        Positions in the trainable parameters of the run; None where there is none to train.
+        Positions in the trainable parameters of the stretch; None where there is none to train.
     """
 
     KINDS: ClassVar[tuple[type[nn.Module], ...]] = (
@@ -103,7 +103,7 @@ class BatchNorm:
 
 @dataclass(eq=False)
 class Normalising:
-    """One batch norm in one call of a run, from its statistics to the gradient of its input.
+    """One batch norm in one call of a stretch, from its statistics to the gradient of its input.
 
     Attributes
     ----------

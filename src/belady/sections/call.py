@@ -1,4 +1,4 @@
-"""One call of a run: its slices forward, and backward as one node of the caller's graph."""
+"""One call of a stretch: its slices forward, and backward as one node of the caller's graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DOUBLE = (
 
 
 class SlicedCall:
-    """One call of a run.
+    """One call of a stretch.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class SlicedCall:
     cut
         The slices.
     aliases
-        What stands in the place of each trainable parameter of the run.
+        What stands in the place of each trainable parameter of the stretch.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SlicedCall:
                 if first is not None and first._version != version:
                     raise SectionError(
                         f"{self.name} cannot run in slices: {type(step.module).__name__} writes "
-                        "the input of the run in place, which the caller may use"
+                        "the input of the section in place, which the caller may use"
                     )
                 if first is not None and not _share(first, tensor):
                     first = None
@@ -176,7 +176,7 @@ class SlicedCall:
 
 
 class _InSlices(torch.autograd.Function):
-    """A call of a run as one node of autograd's graph."""
+    """A call of a stretch as one node of autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, call: SlicedCall, whole: Tensor, *parameters: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from belady.sections.stages import Stage
 
 
 class Cut:
-    """The input of a run, cut into slices.
+    """The input of a stretch, cut into slices.
 
-    A slice that needs a gradient is a copy, so that the whole input can go when the run is over and
-    its slices can be moved one by one. Data that need none are usually the caller's, who holds
-    them anyway: of these, slices are views.
+    A slice that needs a gradient is a copy, so that the whole input can go when all slices are
+    through, and its slices can be moved one by one. Data that need none are usually the caller's,
+    who holds them anyway: of these, slices are views.
     """
 
     def __init__(self, whole: Tensor, cut: Sequence[Bounds]) -> None:

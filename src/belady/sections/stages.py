@@ -1,4 +1,4 @@
-"""What a run consists of: steps, and stages between which all slices meet."""
+"""What a stretch consists of: steps, and stages between which all slices meet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A module of a run that is called as a whole, and how it is called."""
+    """A module of a stretch that is called as a whole, and how it is called."""
 
     module: nn.Module
     call: Callable[[Tensor], Any]
@@ -34,7 +34,7 @@ class Stage:
     norm
         BatchNorm that comes before the steps and needs the statistics of all slices.
     parameters
-        Trainable parameters of the steps (not of ``norm``), as positions in those of the run.
+        Trainable parameters of the steps (not of ``norm``), as positions in those of the stretch.
     """
 
     norm: BatchNorm | None
@@ -80,7 +80,7 @@ def modules_in(steps: Iterable[Step]) -> list[nn.Module]:
 
 
 def refuse_unfit(name: str, steps: Sequence[Step]) -> None:
-    """Raise if a module of a run cannot be called slice by slice, whatever its input.
+    """Raise if a module of a stretch cannot be called slice by slice, whatever its input.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def refuse_unfit(name: str, steps: Sequence[Step]) -> None:
 
 
 def _unfit(part: nn.Module, whole: bool, own: bool) -> str:
-    """Why a module does not fit; ``own``: its hooks and patches are outside of the run."""
+    """Why a module does not fit; ``own``: its hooks and patches are outside of the stretch."""
     if isinstance(part, nn.SyncBatchNorm):
         return "takes its statistics from other processes"
     if not own and has_hooks(part):
@@ -121,7 +121,7 @@ def split(steps: Iterable[Step], positions: dict[Tensor, int]) -> list[Stage]:
     Parameters
     ----------
     positions
-        Of the trainable parameters of the run, as its modules hold them.
+        Of the trainable parameters of the stretch, as its modules hold them.
     """
     stages: list[Stage] = []
     norm: BatchNorm | None = None

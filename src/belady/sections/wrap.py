@@ -37,10 +37,10 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
     changes: names, parameters, ``state_dict``, hooks. Copies and pickles of the model run
     unsectioned.
 
-    A call is cut into slices when grad is enabled, the input or a parameter of the run needs a
-    gradient, and the batch has at least as many samples as there are slices; any other call runs
-    as before. Hooks on modules inside a run would see slices, so they are refused; global module
-    hooks do see them.
+    A call is cut into slices when grad is enabled, its input or a parameter needs a gradient, and
+    the batch has at least as many samples as there are slices; any other call runs as before. Hooks
+    on modules inside a section would see slices, so they are refused; global module hooks do see
+    slices.
 
     Notes
     -----
@@ -60,15 +60,15 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
         at ops and numbers as well. A call raises it too, for what only a call can show.
     """
     stand_ins = StandIns()
-    runs: dict[nn.Module, list[Run]] = {}
+    stretches: dict[nn.Module, list[Stretch]] = {}
     taken: set[str] = set()
     for section in sections:
-        owner, run = _run(model, section, stand_ins)
+        owner, stretch = _stretch(model, section, stand_ins)
         for name in section.modules:
             _refuse_overlap(name, taken)
         taken.update(section.modules)
-        runs.setdefault(owner, []).append(run)
-    places = [_Forward(owner, of, stand_ins) for owner, of in runs.items()]
+        stretches.setdefault(owner, []).append(stretch)
+    places = [_Forward(owner, of, stand_ins) for owner, of in stretches.items()]
     for place in places:
         place.attach()
 
@@ -81,7 +81,7 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """Modules that run one after another, in slices.
 
     Attributes
@@ -140,11 +140,11 @@ class _Forward:
     copies as the forward of the class, bound to the copy.
     """
 
-    def __init__(self, owner: nn.Module, runs: Sequence[Run], stand_ins: StandIns) -> None:
+    def __init__(self, owner: nn.Module, stretches: Sequence[Stretch], stand_ins: StandIns) -> None:
         functools.update_wrapper(self, plain_forward(owner), updated=())
         # Not a strong one: the owner holds this.
         self._owner = weakref.ref(owner)
-        self._runs = {run.children[:1]: run for run in runs}
+        self._stretches = {stretch.children[:1]: stretch for stretch in stretches}
         self._stand_ins = stand_ins
 
     def attach(self) -> None:
@@ -161,18 +161,18 @@ class _Forward:
         """Run the module."""
         owner = self._alive()
         with self._stand_ins.lock:
-            whole = self._runs.get(())
+            whole = self._stretches.get(())
             if whole is not None:
                 return whole(owner, *args, **kwargs)
             return self._chain(owner, *args, **kwargs)
 
     def _chain(self, owner: nn.Module, input: Any) -> Any:
-        """What the forward of a Sequential does, its runs in slices."""
+        """What the forward of a Sequential does, its stretches in slices."""
         left = 0
         for name, child in owner._modules.items():
-            run = self._runs.get((name,))
-            if run is not None:
-                input, left = run(owner, input), len(run.children)
+            stretch = self._stretches.get((name,))
+            if stretch is not None:
+                input, left = stretch(owner, input), len(stretch.children)
             elif not left and child is not None:
                 input = child(input)
             left = max(0, left - 1)
@@ -187,15 +187,15 @@ class _Forward:
         return owner
 
 
-def _run(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.Module, Run]:
-    """The run of a section, and the module whose forward does it."""
+def _stretch(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.Module, Stretch]:
+    """The stretch of a section, and the module whose forward does it."""
     title = "…".join(dict.fromkeys((section.modules or ("",))[i] for i in (0, -1))) or "the model"
     if section.slices < 2 or not section.modules:
         raise SectionError(f"{title}: a section has modules, and at least two slices of them")
     if len(section.modules) == 1:
         owner = _module(model, section.modules[0])
         _refuse_patched(owner)
-        run = Run(title, section.slices, (), stand_ins)
+        stretch = Stretch(title, section.slices, (), stand_ins)
     else:
         parents = {name.rpartition(".")[0] for name in section.modules}
         owner = _module(model, min(parents))
@@ -210,9 +210,9 @@ def _run(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.Mo
                 f"{title}: only a torch.nn.Sequential is known to run modules one after another, "
                 f"and these belong to {type(owner).__name__}; name that, or one of them"
             )
-        run = Run(title, section.slices, children, stand_ins)
-    refuse_unfit(title, run.steps(owner))
-    return owner, run
+        stretch = Stretch(title, section.slices, children, stand_ins)
+    refuse_unfit(title, stretch.steps(owner))
+    return owner, stretch
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

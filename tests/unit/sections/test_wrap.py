@@ -317,8 +317,8 @@ def outside() -> nn.Module:
 
 
 REFUSED_BY_A_CALL: list[tuple[nn.Module, str]] = [
-    (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)), "ReLU writes the input of the run"),
-    (nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), "ReLU writes the input of the run"),
+    (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)), "ReLU writes the input of the section"),
+    (nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), "ReLU writes the input of the section"),
     (nn.Sequential(nn.Linear(3, 3), Calling(lambda _, x: (x, x))), "gives tuple, not one tensor"),
     (nn.Sequential(nn.Linear(3, 3), Calling(lambda _, x: x.sum(0))), "is not the batch"),
     (nn.Sequential(nn.Linear(3, 3), Calling(lambda _, x: x.view(-1))), "is not the batch"),
