@@ -142,8 +142,6 @@ def test_batch_norms_save_and_hold_what_the_execution_does(
     assert peak(predicted) == peak(real)
     assert shapes(predicted) == shapes(real)
     # All but vectors of one number a channel.
-    for trace in (predicted, real):
-        assert min(storage.nbytes for storage in trace.storages if storage.nbytes > 500) > 1000
     assert large(predicted) == large(real)
 
 
