@@ -17,7 +17,7 @@ import torch
 from belady.eager.content import Kept, Moved, Packed, Saved
 from belady.eager.digests import Digests
 from belady.eager.replay import Recipes, Recomputed, Source, chains
-from belady.eager.table import FREE, IN, OUT, Action, Entry, actions, matches, tables
+from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, tables
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Offload, Plan, Recompute
 from belady.ir.trace import Trace
@@ -113,7 +113,7 @@ class Planned:
         """Send out what is still due; what backward did not ask for stays out."""
         due, self._cursor = self._actions[self._cursor :], len(self._actions)
         for action in due:
-            if action.step != IN:
+            if action.step in (OUT, FREE):
                 self._act(action)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -228,6 +228,9 @@ class Planned:
     def _act(self, action: Action) -> None:
         known = self._live.get(action.value)
         content = known() if known is not None else None
+        if isinstance(content, Recomputed):
+            # For a replay that starts from it; without this, long chains would be deep recursions.
+            content.take()
         if not isinstance(content, Moved):
             return
         if action.step == OUT:

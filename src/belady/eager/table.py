@@ -26,7 +26,10 @@ class Entry(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One thing to do to one value; sorts by boundary, step (frees before takes), plan order."""
+    """One thing to do to one value; sorts by boundary, step (frees before takes), order.
+
+    The order is that of the plan, and of the ops for replays, which may start from one another.
+    """
 
     boundary: int
     step: int
@@ -34,7 +37,7 @@ class Action(NamedTuple):
     value: int
 
 
-OUT, FREE, IN = range(3)
+OUT, FREE, IN, AGAIN = range(4)
 
 
 def matches(tensor: torch.Tensor, entry: Entry) -> bool:
@@ -90,4 +93,6 @@ def actions(trace: Trace, plan: Plan) -> list[Action]:
                 Action(free, FREE, order, value),
                 Action(back, IN, order, value),
             ]
+        elif isinstance(decision, Recompute) and decision.at != trace.values[value].first_read:
+            found.append(Action(decision.at, AGAIN, decision.ops[-1], value))
     return sorted(found)

@@ -1,8 +1,9 @@
 """What may be recomputed, and from what: the rules of `belady.ir.plan.Recompute`.
 
-A replay runs at the value's first read in backward. It starts from bytes that are on the device
-then and are what they were: parameters and buffers that nobody has written, and saved values
-that autograd goes on to hold.
+A replay runs at the value's first read in backward, or before it where another replay starts from
+the value. It starts from bytes that are on the device then and are what they were: parameters and
+buffers that nobody has written, and saved values that autograd goes on to hold, made again
+themselves or not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def reasons(trace: Trace, index: int, decisions: Mapping[int, Decision]) -> Iter
     wrong = [*_ops_wrong(trace, index, decision)]
     yield from wrong
     yield from refusals(trace, index, decision.at)
-    if wrong or decision.at != trace.values[index].first_read:
+    if wrong or decision.at > (trace.values[index].first_read or 0):
         return
     made: set[int] = set()
     for op in decision.ops:
@@ -35,7 +36,7 @@ def reasons(trace: Trace, index: int, decisions: Mapping[int, Decision]) -> Iter
             yield f"{trace.locate(op)} {why}", op
         for source in trace.ops[op].replay.reads:
             if source not in made:
-                why = unavailable(trace, source, index) or _elsewhere(
+                why = unavailable(trace, source, index, decision.at) or _elsewhere(
                     trace, source, decision.at, decisions.get(source)
                 )
                 if why:
@@ -56,7 +57,7 @@ def sources(trace: Trace, decision: Recompute) -> list[int]:
 def refusals(trace: Trace, index: int, at: int) -> Iterator[Reason]:
     """Why value ``index`` can by no replay be dropped and be back at boundary ``at``."""
     value = trace.values[index]
-    if at != value.first_read:
+    if value.first_read is None or at > value.first_read:
         read = "never reads it" if value.first_read is None else f"reads it at {value.first_read}"
         yield f"recomputed at {at}, but backward {read}", -1
         return
@@ -99,7 +100,7 @@ def closure(
         behind |= {
             source
             for source in trace.ops[op].replay.reads
-            if unavailable(trace, source, index)
+            if unavailable(trace, source, index, at)
             or not (trace.storages[trace.values[source].storage].persistent or usable(source))
         }
         pending += [trace.values[before].producer for before in behind if before is not None]
@@ -148,13 +149,12 @@ def predecessor(trace: Trace, index: int) -> int | None:
     return contents[at - 1] if at else None
 
 
-def unavailable(trace: Trace, source: int, index: int) -> str:
-    """Why no replay of value ``index`` may start from value ``source``; empty if it may.
+def unavailable(trace: Trace, source: int, index: int, at: int) -> str:
+    """Why no replay of value ``index`` at ``at`` may start from value ``source``; empty if it may.
 
     Decisions are not considered: this is the case in which every other value is kept.
     """
     value, wanted = trace.values[source], trace.values[index]
-    at = wanted.first_read or 0
     for other in trace.contents[value.storage]:
         writer = trace.values[other].producer
         if value.producer < writer < at:
@@ -177,16 +177,19 @@ def _first_pack(value: Value) -> tuple[int, int, int]:
 
 def _elsewhere(trace: Trace, source: int, at: int, decision: Decision | None) -> str:
     """Why the bytes of a saved value are not on the device at ``at``; empty if they are."""
-    if isinstance(decision, (Recompute, Managed)):
-        return f"is to be {type(decision).__name__} itself: its ops belong into this replay"
+    if isinstance(decision, Managed):
+        return "is in managed memory"
+    if isinstance(decision, Recompute) and decision.at > at:
+        return f"is itself made again at {decision.at} only, after boundary {at}"
     if isinstance(decision, Encode) and decision.decode_at > at:
         return f"is decoded at {decision.decode_at} only, after boundary {at}"
     if isinstance(decision, Offload):
         _, back = away(trace, source, decision)
         if back > at:
             return f"comes back to the device at {back}, after boundary {at}"
-        if all(read < at for save in trace.values[source].saves for read in save.reads):
-            return f"is read for the last time before boundary {at}, and then let go"
+    reads = (read for save in trace.values[source].saves for read in save.reads)
+    if isinstance(decision, (Offload, Recompute)) and all(read < at for read in reads):
+        return f"is read for the last time before boundary {at}, and then let go"
     return ""
 
 

@@ -22,6 +22,7 @@ from belady.simulate.engine import iteration_seconds, simulate
 _PARTS = 64
 _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0)
+_REACHES = (0.0, 8.0, 32.0, 128.0, inf)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
 _FEWEST, _MOST, _OPS = 8, 120, 100_000
 # Share of the iteration below which stalls are not worth another try.
@@ -75,7 +76,10 @@ class _Search:
         some = parts[:: _PARTS // 4]
         at = self._fastest(Wish(values) for values in some)
         at = self._fastest(replace(at, stretch=stretch) for stretch in _STRETCHES)
-        at = self._fastest(Wish(v, at.stretch, reserve) for reserve in _RESERVES for v in some)
+        at = self._fastest(replace(at, reach=reach) for reach in _REACHES)
+        at = self._fastest(
+            replace(at, reserve=reserve, values=values) for reserve in _RESERVES for values in some
+        )
         step = _PARTS // 8
         while step:
             here = parts.index(at.values)
@@ -83,6 +87,7 @@ class _Search:
             at = self._fastest([at, *(replace(at, values=values) for values in sides)])
             step //= 2
         at = self._fastest(replace(at, stretch=stretch) for stretch in _STRETCHES)
+        at = self._fastest(replace(at, reach=reach) for reach in _REACHES)
         self._exchange(at)
         return self._best
 

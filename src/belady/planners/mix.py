@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -46,11 +46,15 @@ class Wish:
         would start from what is recomputed too gets longer.
     reserve
         Bytes for copies under way rather than for kept values, in multiples of the largest value.
+    reach
+        Most ops between a replay and the first read of a recomputed value that it starts from,
+        which is back that much earlier. What is read later is made twice.
     """
 
     values: frozenset[int]
     stretch: float = inf
     reserve: float = 0.0
+    reach: float = 0.0
 
 
 class Mixer:
@@ -74,14 +78,14 @@ class Mixer:
         self._known: dict[int, list[tuple[dict[int, bool], Recompute | None]]] = {}
         self._replays: dict[int, Recompute] = {}
         for value in self.nbytes:
-            replay = self._replay(value, ())
+            replay = self._replay(value)
             if replay is not None:
                 self._replays[value] = replay
         self.cost = {
             value: self._seconds_of(value, replay) / self.nbytes[value]
             for value, replay in self._replays.items()
         }
-        self._begun: dict[tuple[frozenset[int], float], tuple[Away, Bytes]] = {}
+        self._begun: dict[Wish, tuple[Away, Bytes]] = {}
 
     def away(self, wish: Wish, kept: Collection[int] = ()) -> Away:
         """Recompute what is wished for where that may be, copy all else that may move.
@@ -95,9 +99,10 @@ class Mixer:
         replays: dict[int, Recompute] = {}
         # A replay starts from what was produced before, of which is known by then whether it stays.
         for value in sorted(wish.values, key=lambda v: (trace.values[v].producer, v)):
-            replay = self._replay(value, replays) if value not in kept else None
+            replay = self._replay(value, replays, wish.reach) if value not in kept else None
             if replay is not None and self._worth(value, replay, wish.stretch):
                 replays[value] = replay
+        replays = _timed(trace, replays)
         due = _due(trace, replays)
         others = [value for value in self.nbytes if value not in replays and value not in kept]
         schedules = {value: _schedule(trace, value, due.get(value)) for value in others}
@@ -121,7 +126,8 @@ class Mixer:
             return None
         spread.widen()
         again = self._keep(Away({}, rest.replays), spread.slack, 0.0)
-        replays = {value: it for value, it in rest.replays.items() if value not in again}
+        left = {value: it for value, it in rest.replays.items() if value not in again}
+        replays = _timed(self._case.trace, left)
         return assemble(self._case, self.draft(Away(spread.moves, replays)))
 
     def draft(self, away: Away) -> Draft:
@@ -141,21 +147,30 @@ class Mixer:
         trace = self._case.trace.fingerprint
         return slack_of(self._case, Plan(trace, self._planner, self._case.budget, assignments))
 
-    def _replay(self, value: int, dropped: Collection[int]) -> Recompute | None:
-        """Cheapest replay that starts from nothing that is ``dropped``."""
-        for asked, found in self._known.setdefault(value, []):
-            if all((source in dropped) is away for source, away in asked.items()):
-                return found
-        at = self._case.trace.values[value].first_read or 0
-        # What the answer depends on, so that it is found again.
-        asks: dict[int, bool] = {}
+    def _replay(
+        self, value: int, dropped: Collection[int] = (), reach: float = 0.0
+    ) -> Recompute | None:
+        """Cheapest replay that starts from nothing that is ``dropped``, unless it is read soon."""
+        trace = self._case.trace
+        at = trace.values[value].first_read or 0
 
         def usable(source: int) -> bool:
-            asks[source] = source in dropped
-            return not asks[source] and self._last_reads[source] >= at
+            if source in dropped:
+                return 0 <= (trace.values[source].first_read or 0) - at <= reach
+            return self._last_reads[source] >= at
 
-        replay = cheapest(self._case.trace, value, usable)
-        self._known[value].append((asks, replay))
+        for known, found in self._known.setdefault(value, []):
+            if all(usable(source) is answer for source, answer in known.items()):
+                return found
+        # What the replay depends on, so that it is found again.
+        answers: dict[int, bool] = {}
+
+        def asked(source: int) -> bool:
+            answers[source] = usable(source)
+            return answers[source]
+
+        replay = cheapest(trace, value, asked)
+        self._known[value].append((answers, replay))
         return replay
 
     def _worth(self, value: int, replay: Recompute, stretch: float) -> bool:
@@ -170,20 +185,19 @@ class Mixer:
 
     def _begin(self, wish: Wish) -> tuple[Away, Bytes] | None:
         """All that may move away, with fewer replays where these need too much memory."""
-        key = wish.values, wish.stretch
+        wish = replace(wish, reserve=0.0)
         for _ in range(_REPAIRS):
-            if key not in self._begun:
+            if wish not in self._begun:
                 away = self.away(wish)
-                self._begun[key] = away, self._slack(away)
-            away, slack = self._begun[key]
+                self._begun[wish] = away, self._slack(away)
+            away, slack = self._begun[wish]
             short = np.flatnonzero(slack < 0)
             if not len(short):
                 return away, slack
             fewer = wish.values - {v for v in away.replays if self._burdens(away, v, short)}
             if fewer == wish.values:
                 return None
-            wish = Wish(fewer, wish.stretch, wish.reserve)
-            key = wish.values, wish.stretch
+            wish = replace(wish, values=fewer)
         return None
 
     def _burdens(self, away: Away, value: int, short: Bytes) -> bool:
@@ -207,6 +221,19 @@ class Mixer:
         for value in sorted(costs, key=lambda v: (-costs[v], away.replays[v].at, v)):
             windows[value] = residency.away(trace, value, away.replays[value])
         return set(keep(windows, self.nbytes, slack, reserve))
+
+
+def _timed(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, Recompute]:
+    """The replays, each at the first read or where another one that starts from it needs it."""
+    found: dict[int, Recompute] = {}
+    due: dict[int, int] = {}
+    # A replay starts from what was produced before, so users come first here.
+    for value in sorted(replays, key=lambda v: (-trace.values[v].producer, -v)):
+        at = trace.values[value].first_read or 0
+        found[value] = replace(replays[value], at=min(at, due.get(value, at)))
+        for source in sources(trace, found[value]):
+            due[source] = min(found[value].at, due.get(source, found[value].at))
+    return found
 
 
 def _due(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, int]:

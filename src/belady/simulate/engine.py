@@ -110,7 +110,7 @@ def _refuse(trace: Trace, plan: Plan) -> None:
 
 def _actions(trace: Trace, plan: Plan) -> dict[int, list[tuple[_Action, int]]]:
     """Actions of the plan by boundary, in order of issue."""
-    found: list[tuple[int, _Action, int]] = []
+    found: list[tuple[int, _Action, int, int]] = []
     for value, decision in plan.decisions.items():
         if isinstance(decision, Offload):
             out, free, back = offload_boundaries(trace, decision)
@@ -118,16 +118,17 @@ def _actions(trace: Trace, plan: Plan) -> dict[int, list[tuple[_Action, int]]]:
             ready = max(decision.ready_by, back)
             at = (out, free, back, ready)
             kinds = (_Action.COPY_OUT, _Action.FREE, _Action.COPY_IN, _Action.READY)
-            found += [(boundary, kind, value) for boundary, kind in zip(at, kinds, strict=True)]
+            found += [(boundary, kind, 0, value) for boundary, kind in zip(at, kinds, strict=True)]
         elif isinstance(decision, Encode):
-            found.append((decision.encode_at, _Action.ENCODE, value))
-            found.append((decision.decode_at, _Action.DECODE, value))
+            found.append((decision.encode_at, _Action.ENCODE, 0, value))
+            found.append((decision.decode_at, _Action.DECODE, 0, value))
         elif isinstance(decision, Recompute):
-            found.append((trace.values[value].first_save, _Action.DIGEST, value))
-            found.append((decision.at, _Action.REPLAY, value))
-    found.sort(key=lambda entry: entry[:2])
+            found.append((trace.values[value].first_save, _Action.DIGEST, 0, value))
+            # One replay may start from what another one makes.
+            found.append((decision.at, _Action.REPLAY, decision.ops[-1], value))
+    found.sort(key=lambda entry: entry[:3])
     by_boundary: dict[int, list[tuple[_Action, int]]] = {}
-    for boundary, kind, value in found:
+    for boundary, kind, _, value in found:
         by_boundary.setdefault(boundary, []).append((kind, value))
     return by_boundary
 

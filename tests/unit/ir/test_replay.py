@@ -78,9 +78,10 @@ def test_a_replay_may_go_further_back_than_it_must() -> None:
     assert refused(chain(), Recompute((1, 2), 6)) == []
 
 
-def test_it_happens_at_the_first_read() -> None:
+def test_it_happens_at_the_first_read_or_before_it() -> None:
     trace = chain()
-    assert refused(trace, Recompute((2,), 5)) == ["recomputed at 5, but backward reads it at 6"]
+    assert refused(trace, Recompute((2,), 5)) == []
+    assert refused(trace, Recompute((2,), 7)) == ["recomputed at 7, but backward reads it at 6"]
     never = with_save(trace, of(trace, 2), reads=())
     assert refused(never) == ["recomputed at 6, but backward never reads it"]
 
@@ -250,14 +251,26 @@ def test_a_source_is_saved_before_the_value() -> None:
     ]
 
 
-def test_a_source_that_is_recomputed_too_is_refused() -> None:
+def test_a_source_that_is_recomputed_too_is_made_again_by_then() -> None:
     trace = chain()
     found = refused(trace, op1=Recompute((1,), 7))
     assert found == [
-        f"{trace.locate(2)} reads value {of(trace, 1)}, which is to be Recompute itself: its ops "
-        "belong into this replay"
+        f"{trace.locate(2)} reads value {of(trace, 1)}, which is itself made again at 7 only, "
+        "after boundary 6"
     ]
+    assert refused(trace, op1=Recompute((1,), 6)) == []
     assert refused(trace, Recompute((1, 2), 6), op1=Recompute((1,), 7)) == []
+
+
+def test_a_source_made_again_is_still_to_be_read() -> None:
+    trace = chain()
+    source, value = of(trace, 1), of(trace, 2)
+    early = with_save(trace, source, reads=(5,))
+    why = f"value {value}: {early.locate(2)} reads value {source}, which is read for the last time"
+    plan = plan_of(early, {source: Recompute((1,), 5), value: AGAIN})
+    assert [it.message for it in check(early, GPU, plan, ROOMY).problems] == [
+        f"{why} before boundary 6, and then let go"
+    ]
 
 
 @pytest.mark.parametrize(
