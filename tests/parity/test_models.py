@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import belady
 from belady.ir.run import Run
@@ -138,6 +139,32 @@ def test_close_after_an_interruption_leaves_everything_as_it_was(
             training.loss(0)
     assert footprint([*modules, training.optimizer]) == before
     assert training.run(plain, range(3)).losses
+
+
+class Aliased(nn.Module):
+    """Saves one storage through two tensors whose versions are counted apart, as cuDNN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 1024), nn.Linear(1024, 10)
+        self.one, self.two = nn.Parameter(torch.ones(1024)), nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        alias = x.data
+        alias.mul_(0.5)
+        return self.last(x * self.one + alias * self.two)
+
+
+def rows(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 10, (size,), generator=generator)
+    return torch.randn(size, 64, generator=generator), labels
+
+
+def test_versions_that_are_counted_apart_do_not_look_like_a_changing_program() -> None:
+    run = train(Task("aliased", lambda: [Aliased()], rows), plain, "floor", ROOM, "cpu")
+    assert run.measured is not None
+    assert run.measured.defaults == ()
 
 
 def test_backward_after_close_raises() -> None:

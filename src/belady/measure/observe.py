@@ -54,16 +54,16 @@ def assemble(
     end = len(recorder.ops)
     first = _first_op_by_sequence(recorder)
     saves: dict[int, list[Save]] = {}
-    unfinished: set[int] = set()
+    staying = _told_apart(recorder)
     for raw in recorder.saves:
         if raw.value >= 0:
             save = _save(recorder, raw, first)
             saves.setdefault(raw.value, []).append(save)
             if _written_after_save(recorder, raw.value, save):
-                unfinished.add(recorder.values[raw.value].storage)
+                staying.add(recorder.values[raw.value].storage)
     dropped = _dropped_by_storage(recorder, saves)
     storages = [
-        _storage(raw, end, dropped.get(index), index in unfinished)
+        _storage(raw, end, dropped.get(index), index in staying)
         for index, raw in enumerate(recorder.storages)
     ]
     if unseen_bytes > 0:
@@ -234,6 +234,20 @@ def _written_after_save(recorder: Recorder, value: int, save: Save) -> bool:
     )
 
 
+def _told_apart(recorder: Recorder) -> set[int]:
+    """Storages that tensors with version counters of their own share (`.data`, cuDNN's weights).
+
+    Autograd saves one value under several versions; the engine, which knows a content by storage
+    and version, would take it for several, so it stays.
+    """
+    versions: dict[int, int] = {}
+    found = set()
+    for raw in recorder.saves:
+        if raw.value >= 0 and versions.setdefault(raw.value, raw.version) != raw.version:
+            found.add(recorder.values[raw.value].storage)
+    return found
+
+
 def _dropped_by_storage(recorder: Recorder, saves: dict[int, list[Save]]) -> dict[int, int]:
     dropped: dict[int, int] = {}
     for value, of in saves.items():
@@ -242,7 +256,7 @@ def _dropped_by_storage(recorder: Recorder, saves: dict[int, list[Save]]) -> dic
     return dropped
 
 
-def _storage(raw: RawStorage, end: int, dropped: int | None, unfinished: bool) -> Storage:
+def _storage(raw: RawStorage, end: int, dropped: int | None, stays: bool) -> Storage:
     deaths = [end if death < 0 else death for _, death in raw.lives]
     birth, released, death = raw.lives[0][0], deaths[0], max(deaths)
     kind = raw.kind or StorageKind.ACTIVATION
@@ -252,5 +266,5 @@ def _storage(raw: RawStorage, end: int, dropped: int | None, unfinished: bool) -
         return Storage(raw.device, raw.nbytes, kind, birth, death, death, Tier.DEVICE)
     death = max(death, dropped or 0)
     # Never released before death: moving such a storage gains nothing, so no planner will.
-    released = death if unfinished else min(released, death)
+    released = death if stays else min(released, death)
     return Storage(raw.device, raw.nbytes, kind, birth, released, death)

@@ -111,6 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(tensor.stride()) if strided else (),
             int(tensor.storage_offset()) if strided else 0,
             str(tensor.dtype).removeprefix("torch."),
+            tensor._version,
         )
         self.saves.append(save)
         return len(self.saves) - 1

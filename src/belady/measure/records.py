@@ -70,6 +70,7 @@ class RawSave:
     stride: tuple[int, ...]
     offset: int
     dtype: str
+    version: int = 0
     reads: list[int] = field(default_factory=list)
     dropped: int | None = None
 
