@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -77,3 +79,22 @@ def test_a_stream_that_is_no_terminal_is_left_alone() -> None:
         progress(Stats(1))
         print("loss")
     assert file.getvalue() == "loss\n"
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_what_is_logged_is_said_until_it_is_closed(live: bool, monkeypatch: Any) -> None:
+    log = logging.getLogger("belady")
+    before = log.level, list(log.handlers)
+    screen = Terminal() if live else io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Progress() as progress:
+        progress(Stats(1))
+        log.info("planning %d ops", 7)
+        log.debug("nothing")
+    log.info("unheard")
+    assert (log.level, list(log.handlers)) == before
+    text = screen.getvalue()
+    assert text.index("iteration 1 ") < text.index("belady: planning 7 ops")
+    assert "unheard" not in text
+    assert "nothing" not in text

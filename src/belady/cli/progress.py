@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING, TextIO
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from belady.virtual import IterationStats
 
 _PLAIN_EVERY_S = 10.0
+_LOG = logging.getLogger("belady")
 
 
 class _Shared:
@@ -76,33 +78,52 @@ class _LiveLine:
         sys.stdout, sys.stderr = self._streams
 
 
-class Progress:
-    """Called once an iteration: a live line on a terminal, a line now and then elsewhere."""
+class Progress(logging.Handler):
+    """Called once an iteration: a live line on a terminal, a line now and then elsewhere.
+
+    Between iterations it says what belady logs: planning takes seconds.
+    """
 
     def __init__(self) -> None:
+        super().__init__(logging.INFO)
         self._line = _LiveLine() if sys.stderr.isatty() else None
         self._phase = ""
         self._spoke = 0.0
         self._unsaid: IterationStats | None = None
 
     def __enter__(self) -> Progress:
+        self._level = _LOG.level
+        _LOG.addHandler(self)
+        _LOG.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _LOG.removeHandler(self)
+        _LOG.setLevel(self._level)
         if self._line is not None:
             self._line.close()
         if self._unsaid is not None:
             note(_describe(self._unsaid))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one message."""
+        self._say(record.getMessage())
 
     def __call__(self, stats: IterationStats) -> None:
         """Show one iteration."""
         self._unsaid = stats
         now = time.monotonic()
         if self._line is not None:
-            self._line.show(f"belady: {printable(_describe(stats))}")
+            self._say(_describe(stats))
         elif stats.phase != self._phase or now - self._spoke >= _PLAIN_EVERY_S:
             note(_describe(stats))
             self._phase, self._spoke, self._unsaid = stats.phase, now, None
+
+    def _say(self, text: str) -> None:
+        if self._line is not None:
+            self._line.show(f"belady: {printable(text)}")
+        else:
+            note(text)
 
 
 def _describe(stats: IterationStats) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from belady.measure.monitor import Sample, summarize
 from belady.memory.cap import set_aside
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
+from belady.units import format_bytes, format_seconds
+
+_log = logging.getLogger("belady")
 
 # Iterations measured under a new plan, after one that only settles the allocator.
 _VERIFIED = 2
@@ -233,7 +238,23 @@ class Planning:
 
     def _make(self, trace: Trace, hardware: HardwareProfile) -> Plan:
         policy = self.policy
-        return make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+        # A trace of many ops takes seconds to plan, in which the script says nothing.
+        _log.info(
+            "planning %d ops and %d saved values by policy %s within %s",
+            len(trace.ops),
+            len(trace.saved),
+            policy.name,
+            format_bytes(policy.budget.device_bytes),
+        )
+        begun = perf_counter()
+        plan = make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+        _log.info(
+            "planned by %s in %s: %s an iteration are predicted",
+            plan.planner,
+            format_seconds(perf_counter() - begun),
+            format_seconds(plan.predicted_seconds),
+        )
+        return plan
 
     def _put_in_force(self, kind: Kind, trace: Trace, trial: Trial) -> None:
         verdict = check(trace, trial.hardware, trial.plan, trial.plan.budget)
