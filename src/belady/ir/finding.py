@@ -25,7 +25,7 @@ def find(trace: Trace, sections: Iterable[Section]) -> list[Stretch]:
         _Search(trace, section, index).stretch()
         for section in sections
         for index in range(len(trace.roots))
-        if _forward(trace, section, index) or index == 0
+        if forward_ops(trace, section, index) or index == 0
     ]
     numbered: list[Stretch] = []
     for stretch in sorted(stretches, key=lambda stretch: stretch.forward):
@@ -34,7 +34,8 @@ def find(trace: Trace, sections: Iterable[Section]) -> list[Stretch]:
     return numbered
 
 
-def _forward(trace: Trace, section: Section, index: int) -> tuple[int, ...]:
+def forward_ops(trace: Trace, section: Section, index: int) -> tuple[int, ...]:
+    """Forward ops of a section in pass ``index``."""
     return tuple(
         at
         for at, op in enumerate(trace.ops)
@@ -57,17 +58,10 @@ class _Search:
         self.section = section
         self.index = index
         self.name = "…".join(dict.fromkeys((section.modules[0], section.modules[-1])))
-        self.forward = _forward(trace, section, index)
+        self.forward = forward_ops(trace, section, index)
         if not self.forward:
             self.refuse("the trace has no op of it")
-        inside = set(self.forward)
-        self.backward = tuple(
-            at
-            for at, op in enumerate(trace.ops)
-            if op.phase is Phase.BACKWARD
-            and (op.forward_op in inside or self.is_inside(at, inside))
-            and not self.accumulates(op)
-        )
+        self.backward = self.find_backward()
         self.stages, self.norms = self.find_stages()
 
     def stretch(self) -> Stretch:
@@ -107,6 +101,27 @@ class _Search:
             self.single("the gradient of what goes in", passed_on) if passed_on else -1,
             totals,
             full,
+        )
+
+    def find_backward(self) -> tuple[int, ...]:
+        ops, inside = self.trace.ops, set(self.forward)
+        found = [
+            at
+            for at, op in enumerate(ops)
+            if op.phase is Phase.BACKWARD
+            and (op.forward_op in inside or self.is_inside(at, inside))
+            and not self.accumulates(op)
+        ]
+        # Autograd adds gradients of a fork while the last node of this branch is at hand.
+        while found and ops[found[-1]].name.startswith("aten.add") and self.joins(found):
+            found.pop()
+        return tuple(found)
+
+    def joins(self, backward: Sequence[int]) -> bool:
+        """Whether the last of ``backward`` reads a gradient that another branch has made."""
+        return any(
+            self.forward[-1] < self.trace.values[value].producer < backward[0]
+            for value in self.trace.ops[backward[-1]].reads
         )
 
     def refuse(self, reason: str) -> NoReturn:

@@ -63,7 +63,7 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
     stretches: dict[nn.Module, list[Stretch]] = {}
     taken: set[str] = set()
     for section in sections:
-        owner, stretch = _stretch(model, section, stand_ins)
+        owner, stretch = locate(model, section, stand_ins)
         for name in section.modules:
             _refuse_overlap(name, taken)
         taken.update(section.modules)
@@ -187,8 +187,14 @@ class _Forward:
         return owner
 
 
-def _stretch(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.Module, Stretch]:
-    """The stretch of a section, and the module whose forward does it."""
+def locate(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.Module, Stretch]:
+    """Find the stretch of a section, and the module whose forward does it.
+
+    Raises
+    ------
+    SectionError
+        See `wrap`.
+    """
     title = "…".join(dict.fromkeys((section.modules or ("",))[i] for i in (0, -1))) or "the model"
     if section.slices < 2 or not section.modules:
         raise SectionError(f"{title}: a section has modules, and at least two slices of them")

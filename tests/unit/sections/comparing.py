@@ -35,7 +35,8 @@ def run(model: nn.Module, x: Tensor, backward: Callable[[Tensor], Any] | None = 
 def twins(
     model: nn.Module, *sections: Section, dtype: torch.dtype = torch.float64
 ) -> tuple[nn.Module, nn.Module, Callable[[], None]]:
-    model = model.to(dtype)
+    # `to` converts in place.
+    model = copy.deepcopy(model).to(dtype)
     twin = copy.deepcopy(model)
     return model, twin, wrap(twin, sections)
 

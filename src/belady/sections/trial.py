@@ -1,0 +1,153 @@
+"""Tries a section on numbers: in slices beside as a whole, on the real modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from belady.errors import SectionError
+from belady.ir.plan import Section
+from belady.measure.untouched import untouched
+from belady.sections.stages import modules_in, run_steps
+from belady.sections.standins import StandIns
+from belady.sections.wrap import locate
+
+# Largest difference beside the largest number. Rounding stays below; samples that mix do not. Of
+# tf32 and the halves the sum of each slice is rounded before they are added.
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 5e-2,
+    torch.bfloat16: 1e-1,
+}
+_TF32 = 1e-2
+# Of each slice: enough to see what mixes them, few enough to fit where the batch does not.
+_SAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Largest differences, each beside the largest number of its kind.
+
+    Attributes
+    ----------
+    outputs, gradients, buffers
+        What was compared; gradients are those of the input and of the parameters.
+    tolerance
+        What each may be at most.
+    """
+
+    outputs: float
+    gradients: float
+    buffers: float
+    tolerance: float
+
+
+def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
+    """Run the first samples of ``given`` through a section, whole and in slices, and compare.
+
+    Parameters, buffers, ``.grad``, random state and attributes are as before. Tensor hooks on
+    parameters run.
+
+    Parameters
+    ----------
+    given
+        What the first module of the section was called with; two samples a slice are used.
+
+    Raises
+    ------
+    SectionError
+        If outputs, gradients or buffers differ by more than rounding explains, or the section
+        refuses to run.
+    """
+    owner, stretch = locate(model, section, StandIns())
+    modules = modules_in(stretch.steps(owner))
+    parameters = [
+        parameter
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad
+    ]
+    few = given.detach()[: _SAMPLES * section.slices]
+    if len(few) < section.slices:
+        raise SectionError(
+            f"{stretch.name}: {len(few)} samples cannot be tried in {section.slices} slices"
+        )
+
+    def once(run: Callable[[Tensor], Tensor]) -> list[list[Tensor | None]]:
+        with _restored(modules, few), torch.enable_grad():
+            x = few.clone().requires_grad_(given.requires_grad)
+            result = run(x)
+            wanted = [*([x] if x.requires_grad else []), *dict.fromkeys(parameters)]
+            gradients = torch.autograd.grad([result], wanted, [_seed(result)], allow_unused=True)
+            buffers = [buffer.clone() for buffer in _buffers(modules)]
+            return [[result.detach()], list(gradients), [*buffers]]
+
+    whole = once(lambda x: run_steps(stretch.steps(owner), x))
+    cut = once(lambda x: _tensor(stretch(owner, x)))
+    outputs, gradients, buffers = map(_difference, whole, cut)
+    found = Trial(outputs, gradients, buffers, _tolerance(whole, few))
+    # Not "greater than": nothing compares with NaN.
+    if not all(gap <= found.tolerance for gap in (outputs, gradients, buffers)):
+        raise SectionError(
+            f"{stretch.name} cannot run in slices: {found} when it was tried on {len(few)} samples"
+        )
+    return found
+
+
+@contextmanager
+def _restored(modules: Sequence[nn.Module], few: Tensor) -> Iterator[None]:
+    saved = [(buffer, buffer.clone()) for buffer in _buffers(modules)]
+    # Not a Sequential of them: it would register them, and they are many levels deep already.
+    try:
+        with untouched(nn.ModuleList(modules), ((few,), {}), few.device):
+            yield
+    finally:
+        for buffer, before in saved:
+            # Graphs of the user's that saved it do not notice.
+            buffer.data.copy_(before)
+
+
+def _buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
+    return [
+        buffer for module in modules for buffer in module._buffers.values() if buffer is not None
+    ]
+
+
+def _seed(result: Tensor) -> Tensor:
+    """A gradient that treats no two samples alike and draws from nobody's generator."""
+    count = result.numel()
+    ramp = torch.arange(count, dtype=torch.float64).mul_(0.7).sin_().add_(0.1)
+    return ramp.view(result.shape).to(result)
+
+
+def _tensor(result: object) -> Tensor:
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _difference(whole: list[Tensor | None], cut: list[Tensor | None]) -> float:
+    largest, difference = 0.0, 0.0
+    for one, other in zip(whole, cut, strict=True):
+        if one is None or other is None or one.shape != other.shape:
+            if one is not other:
+                return float("inf")
+            continue
+        if one.numel():
+            largest = max(largest, one.double().abs().max().item())
+            gap = (one.double() - other.double()).abs().max().item()
+            difference = gap if gap != gap else max(difference, gap)
+    return difference / largest if largest else difference
+
+
+def _tolerance(results: list[list[Tensor | None]], few: Tensor) -> float:
+    tensors = [few, *(tensor for group in results[:2] for tensor in group if tensor is not None)]
+    found = max(TOLERANCES.get(tensor.dtype, 0.0) for tensor in tensors)
+    if torch.is_autocast_enabled(few.device.type):
+        found = max(found, TOLERANCES[torch.get_autocast_dtype(few.device.type)])
+    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    return max(found, _TF32) if few.is_cuda and tf32 and few.dtype is torch.float32 else found
