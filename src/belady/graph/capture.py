@@ -34,11 +34,15 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How one call of a graph runs: with which code, and on whose contents."""
+    """How one call of a graph runs: with which code, and on whose contents.
+
+    ``tag`` is the host's own.
+    """
 
     program: Program
     contents: Contents | None = None
     watch: Watch | None = None
+    tag: Any = None
 
 
 class Host(Protocol):

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from belady.errors import PlanMismatchError
 from belady.graph.code import Code
 from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 from belady.graph.orders import AS_SAVED, Act, Orders
-from belady.graph.replays import Replay, function_again, replay_of, running_statistics
+from belady.graph.replays import Replay, function_again, replays_of, running_statistics
 from belady.memory.geometry import Geometry
 
 
@@ -45,11 +44,6 @@ def program_of(
 
     What crosses from forward to backward is what backward reads of forward, as autograd saves it,
     less what ``orders`` make again, and with what making it again starts from.
-
-    Raises
-    ------
-    PlanMismatchError
-        If something is to be made again from what is made again itself.
     """
     writer = _Writer(joint, layout, orders, watched)
     return Program(writer.forward(), writer.backward(), writer.checked)
@@ -61,10 +55,7 @@ class _Writer:
     def __init__(self, joint: Joint, layout: Layout, orders: Orders, watched: bool) -> None:
         self.joint, self.watched = joint, watched
         self._layout, self._orders = layout, orders
-        self._replays = {
-            storage: replay_of(joint, layout, storage, steps)
-            for storage, steps in orders.replayed.items()
-        }
+        self._replays = replays_of(joint, layout, orders.replayed)
         self.made_by = {n: step for step in (*joint.forward, *joint.backward) for n in step.made}
         self._kept: list[fx.Node] = []
         self._held: dict[int, list[fx.Node]] = {storage: [] for storage in orders.held}
@@ -96,9 +87,8 @@ class _Writer:
                 found[node] = None
         for replay in self._replays.values():
             for node in replay.sources:
-                if self._layout.storage_of.get(node, -1) in self._replays:
-                    raise PlanMismatchError(f"{node} is to be made again, and so is what needs it")
-                found[node] = None
+                if self._layout.storage_of.get(node, -1) not in self._replays:
+                    found[node] = None
         return found
 
     def forward(self) -> Callable[..., Any]:
@@ -254,7 +244,7 @@ class _Part:
         self._call(step)
         if self._writer.watched:
             shown = [self.names[node] for node in step.made]
-            self.code.add(f"watch.stop({''.join(name + ', ' for name in shown)})", shown)
+            self.code.add(f"watch.stop(({''.join(name + ', ' for name in shown)}))", shown)
 
     def demand(self, node: fx.Node) -> str:
         """Have a node defined; what only shows bytes is made where it is first needed. Its name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Replay:
     sources
         Nodes of forward that they start from.
     targets
-        The nodes on the storage that backward reads.
+        The nodes on the storage that backward reads, or that another replay starts from.
     """
 
     storage: int
@@ -43,8 +43,35 @@ class Replay:
     targets: tuple[fx.Node, ...]
 
 
-def replay_of(joint: Joint, layout: Layout, storage: int, ops: Iterable[Step]) -> Replay:
-    """The replay of ``storage`` that runs as many of ``ops`` as it needs."""
+def replays_of(
+    joint: Joint, layout: Layout, orders: Mapping[int, Iterable[Step]]
+) -> dict[int, Replay]:
+    """The replay of each storage in ``orders``, which runs as many of its ops as it needs.
+
+    One that starts from a storage that is made again itself makes that one do so in time.
+    """
+    wanted = {storage: dict[fx.Node, None]() for storage in orders}
+    for node in joint.crossing:
+        storage = layout.storage_of.get(node, -1)
+        if storage in wanted:
+            wanted[storage][node] = None
+    found: dict[int, Replay] = {}
+    pending = [*orders]
+    while pending:
+        storage = pending.pop()
+        replay = _replay_of(joint, layout, storage, orders[storage], wanted[storage])
+        found[storage] = replay
+        for node in replay.sources:
+            behind = layout.storage_of.get(node, -1)
+            if node not in wanted.get(behind, {node: None}):
+                wanted[behind][node] = None
+                pending.append(behind)
+    return found
+
+
+def _replay_of(
+    joint: Joint, layout: Layout, storage: int, ops: Iterable[Step], targets: Iterable[fx.Node]
+) -> Replay:
     chain = {node: step for step in ops for node in step.made}
     views = {n: s for s in joint.forward if not layout.is_op(s) for n in s.made}
     remade = {layout.storage_of.get(node, -1) for node in chain}
@@ -63,10 +90,9 @@ def replay_of(joint: Joint, layout: Layout, storage: int, ops: Iterable[Step]) -
                 visit(source)
             steps[step] = None
 
-    targets = tuple(n for n in joint.crossing if layout.storage_of.get(n, -1) == storage)
     for node in targets:
         visit(node)
-    return Replay(storage, tuple(steps), tuple(sources), targets)
+    return Replay(storage, tuple(steps), tuple(sources), tuple(targets))
 
 
 def inputs_again(step: Step) -> list[fx.Node]:

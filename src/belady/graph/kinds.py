@@ -1,0 +1,127 @@
+"""One kind of iteration of captured graphs: how far the engine has come with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from belady.graph.capture import Captured
+from belady.graph.orders import AS_SAVED, orders_of
+from belady.graph.program import Program, program_of
+from belady.graph.trace import Drawn
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Budget, Offload, Plan
+from belady.ir.timeline import Measured
+from belady.ir.trace import Tier
+from belady.measure.monitor import Sample
+from belady.measure.observe import undisturbed
+
+# Calls and backwards of an iteration in order: the number of the call, and whether it is forward.
+Order = tuple[tuple[int, bool], ...]
+
+
+class Stage(StrEnum):
+    """How far a kind of iteration has come."""
+
+    WARM = "warm-up"
+    TIMED = "observed"
+    SETTLING = "first planned"
+    VERIFYING = "verified"
+    STEADY = "steady"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user asked for."""
+
+    name: str
+    budget: Budget
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Force:
+    """A plan ready to be carried out: the program of each call, and where values go."""
+
+    plan: Plan
+    drawn: Drawn
+    programs: tuple[Program, ...]
+    tiers: dict[int, Tier]
+
+    @classmethod
+    def of(
+        cls, graphs: Sequence[Captured], drawn: Drawn, plan: Plan, *, watched: bool = False
+    ) -> Force:
+        """Generate the programs of a plan; one that moves nothing has those of plain PyTorch."""
+        orders = orders_of(drawn, plan)
+        programs = []
+        for graph, order in zip(graphs, orders, strict=True):
+            if graph.joint is None:
+                raise RuntimeError("a graph that was not cut cannot be planned")
+            nothing = plan.moves_nothing and not watched
+            programs.append(
+                graph.as_saved
+                if nothing
+                else program_of(
+                    graph.joint,
+                    graph.layout,
+                    AS_SAVED if plan.moves_nothing else order,
+                    watched=watched,
+                )
+            )
+        tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
+        return cls(plan, drawn, tuple(programs), tiers)
+
+
+@dataclass
+class Kind:
+    """One kind of iteration and what is known of it.
+
+    Attributes
+    ----------
+    graphs
+        The graphs that it calls, in order.
+    order
+        Its calls and backwards.
+    warm
+        Drawn from its first iteration.
+    force
+        The plan in force; None while it is observed.
+    deviations
+        Iterations in a row that went otherwise.
+    observed
+        Iterations observed so far.
+    """
+
+    stage: Stage = Stage.WARM
+    graphs: tuple[Captured, ...] = ()
+    order: Order = ()
+    warm: Drawn | None = None
+    force: Force | None = None
+    hardware: HardwareProfile | None = None
+    samples: list[Sample] = field(default_factory=list)
+    measured: Measured | None = None
+    deviations: int = 0
+    observed: int = 0
+
+    @property
+    def watched(self) -> bool:
+        """Whether its next iteration is observed."""
+        return self.stage in (Stage.WARM, Stage.TIMED)
+
+    def same(self, graphs: Sequence[Captured], order: Order) -> bool:
+        """Whether an iteration went as this kind goes."""
+        return order == self.order and tuple(graphs) == self.graphs
+
+    def observe_again(self) -> None:
+        """Forget the plan: the program has changed."""
+        self.stage, self.force, self.warm, self.deviations = Stage.WARM, None, None, 0
+        self.samples, self.measured = [], None
+
+
+def settled(drawn: Drawn, before: Drawn | None) -> Drawn:
+    """What was drawn, with the smaller seconds of two observations."""
+    if before is None:
+        return drawn
+    return replace(drawn, trace=undisturbed(drawn.trace, before.trace))

@@ -1,0 +1,295 @@
+"""Decides how captured graphs run: at the floor while they are observed, then under a plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from belady.errors import InfeasibleBudgetError
+from belady.graph import doors
+from belady.graph.capture import Captured, State, Turn
+from belady.graph.contents import Contents
+from belady.graph.kinds import Force, Kind, Order, Policy, Stage, settled
+from belady.graph.parts import Part
+from belady.graph.trace import Drawn, draw
+from belady.graph.watching import Lasting, Names, Watched
+from belady.ir.hardware import HardwareProfile
+from belady.ir.legality import check
+from belady.ir.plan import Plan
+from belady.ir.run import Run
+from belady.measure.monitor import Monitor, Sample, summarize
+from belady.memory.carrier import Carrier
+from belady.planners import plan as make_plan
+from belady.simulate.engine import simulate
+
+_DEVIATIONS = 2
+_OBSERVED = 12
+_VERIFIED = 2
+
+
+@dataclass
+class _Iteration:
+    """One iteration under way.
+
+    Attributes
+    ----------
+    open
+        What its forwards left for a backward that may still come.
+    watched
+        What is learned of it, while it is observed.
+    strayed
+        Whether it went another way than its plan expects.
+    """
+
+    kind: Kind
+    contents: Contents | None
+    watched: Watched | None
+    sample: Sample
+    graphs: list[Captured] = field(default_factory=list)
+    order: list[tuple[int, bool]] = field(default_factory=list)
+    open: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
+    strayed: bool = False
+    ended: bool = False
+
+
+class Session:
+    """The host of all graphs of some models: `belady.graph.capture.Host`.
+
+    An iteration begins with the first forward after everything that was saved has been consumed or
+    thrown away.
+
+    Attributes
+    ----------
+    reasons
+        Why graphs run as plain PyTorch, and how many do.
+    notes
+        What a user should know, one sentence each.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        policy: Policy,
+        hardware: HardwareProfile,
+        carrier: Carrier,
+    ) -> None:
+        self.device = carrier.device
+        self.reasons: dict[str, int] = {}
+        self.notes: list[str] = []
+        self._modules = list(modules)
+        self._policy = policy
+        self._hardware = hardware
+        self._carrier = carrier
+        self._monitor = Monitor(self.device, carrier)
+        self._kinds: dict[Captured, Kind] = {}
+        self._floors: dict[tuple[Captured, bool], Force] = {}
+        self._iteration: _Iteration | None = None
+        self._latest: Kind | None = None
+        self._closed = False
+
+    def captured(self, graph: Captured) -> None:
+        """Every graph is planned when it is first called."""
+
+    def not_captured(self, reason: str) -> None:
+        """Count it."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def enter(self, graph: Captured, args: Sequence[Any]) -> Turn:
+        """Choose the program of a forward.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan of the policy fits the budget; nothing has run then.
+        """
+        if self._closed:
+            return Turn(graph.as_saved)
+        iteration = self._iteration
+        if iteration is None or not iteration.open:
+            self.finish()
+            iteration = self._begin(graph)
+        call = len(iteration.graphs)
+        iteration.graphs.append(graph)
+        iteration.order.append((call, True))
+        force, kind = iteration.kind.force, iteration.kind
+        if force is not None and kind.graphs[call : call + 1] == (graph,):
+            return Turn(force.programs[call], iteration.contents, None, (iteration, call))
+        iteration.strayed = iteration.strayed or force is not None
+        watched = iteration.watched
+        floor = self._floor(graph, args, watched=watched is not None)
+        if watched is not None:
+            watched.enter(_part(graph, call, args, watched.names, watched.lasting), args)
+        contents = Contents(self._carrier, floor.tiers)
+        return Turn(floor.programs[0], contents, watched, (iteration, call))
+
+    def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
+        """Note what came out."""
+        if state.turn.tag is None:
+            return
+        iteration, _ = state.turn.tag
+        iteration.open.add(state)
+        if iteration.watched is not None:
+            iteration.watched.leave(results)
+
+    def enter_backward(self, state: State, args: Sequence[Any]) -> None:
+        """Note what comes in."""
+        if state.turn.tag is None:
+            return
+        iteration, call = state.turn.tag
+        iteration.order.append((call, False))
+        watched = iteration.watched
+        if watched is not None:
+            names = [watched.names.of(arg) for arg in args]
+            joint, layout = state.graph.joint, state.graph.layout
+            assert joint is not None
+            part = Part(call, _name(call), joint, layout, False, names, watched.lasting.kinds)
+            watched.enter(part, args)
+
+    def left_backward(self, state: State, results: Sequence[Any]) -> None:
+        """Note what came out; with nothing left to consume, the iteration's work is done."""
+        if state.turn.tag is None:
+            return
+        iteration, _ = state.turn.tag
+        if iteration.watched is not None:
+            iteration.watched.leave(results)
+        if not doors.keeps_graph():
+            iteration.open.discard(state)
+        current = self._iteration
+        if current is not None and current is iteration and not (current.open or current.ended):
+            iteration.ended = True
+            self._monitor.end(iteration.sample)
+
+    def finish(self) -> None:
+        """The iteration is over: learn from it.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If it was the last one observed, and no plan of the policy fits.
+        """
+        iteration, self._iteration = self._iteration, None
+        if iteration is None:
+            return
+        if not iteration.ended:
+            self._monitor.cancel()
+        self._carrier.sweep()
+        if not all(forward for _, forward in iteration.order) and iteration.ended:
+            order = tuple(iteration.order)
+            if iteration.watched is not None:
+                self._observed(iteration, iteration.watched, order)
+            elif iteration.kind.force is not None:
+                self._carried_out(iteration, order)
+
+    def close(self) -> None:
+        """From now on graphs save on the device, as plain PyTorch does. Idempotent."""
+        iteration, self._iteration, self._closed = self._iteration, None, True
+        if iteration is not None and not iteration.ended:
+            self._monitor.cancel()
+
+    def run(self, versions: tuple[tuple[str, str], ...] = ()) -> Run | None:
+        """Everything known of the kind of iteration that ran last under a plan, or None."""
+        kind = self._latest
+        if kind is None or kind.force is None:
+            return None
+        trace, plan = kind.force.drawn.trace, kind.force.plan
+        predicted = simulate(trace, self._hardware, plan)
+        notes = (*self.notes, *(f"not captured: {reason}" for reason in self.reasons))
+        return Run(trace, self._hardware, plan, predicted, kind.measured, notes, versions)
+
+    def _begin(self, graph: Captured) -> _Iteration:
+        kind = self._kinds.setdefault(graph, Kind())
+        watched = Watched.begin(self._modules, self.device) if kind.watched else None
+        force = kind.force
+        contents = None if force is None else Contents(self._carrier, force.tiers)
+        sample = self._monitor.begin(0 if kind.stage is Stage.STEADY else 1)
+        self._iteration = _Iteration(kind, contents, watched, sample)
+        return self._iteration
+
+    def _floor(self, graph: Captured, args: Sequence[Any], *, watched: bool) -> Force:
+        known = self._floors.get((graph, watched))
+        if known is None:
+            names = Names()
+            lasting = Lasting.of(self._modules, names, self.device)
+            forward = _part(graph, 0, args, names, lasting)
+            tangents: list[int | None] = [-1 - i for i in range(len(forward.joint.tangents))]
+            backward = Part(0, "", forward.joint, forward.layout, False, tangents, {})
+            seen = set(forward.inputs)
+            unseen = sum(n for name, n in lasting.sizes.items() if name not in seen)
+            drawn = draw([forward, backward], self.device, unseen)
+            plan = self._first_plan(drawn)
+            known = Force.of([graph], drawn, plan, watched=watched)
+            self._floors[graph, watched] = known
+        return known
+
+    def _first_plan(self, drawn: Drawn) -> Plan:
+        """The floor, or what the policy has that takes less."""
+        hardware, policy = self._hardware, self._policy
+        try:
+            return make_plan("floor", drawn.trace, hardware, policy.budget, exact=policy.exact)
+        except InfeasibleBudgetError:
+            return make_plan(policy.name, drawn.trace, hardware, policy.budget, exact=policy.exact)
+
+    def _observed(self, iteration: _Iteration, watched: Watched, order: Order) -> None:
+        kind = iteration.kind
+        kind.observed += 1
+        drawn = None
+        if _is_whole(order):
+            drawn = draw(watched.finish(), self.device, watched.unseen_bytes())
+        same = drawn is not None and kind.same(iteration.graphs, order)
+        if kind.stage is Stage.TIMED and same and drawn is not None:
+            self._put_in_force(kind, settled(drawn, kind.warm))
+        elif kind.observed >= _OBSERVED:
+            # No two alike: it stays at the floor, which needs no plan.
+            kind.stage = Stage.STEADY
+        else:
+            kind.stage = Stage.WARM if drawn is None else Stage.TIMED
+            kind.graphs, kind.order, kind.warm = tuple(iteration.graphs), order, drawn
+
+    def _put_in_force(self, kind: Kind, drawn: Drawn) -> None:
+        policy = self._policy
+        plan = make_plan(
+            policy.name, drawn.trace, self._hardware, policy.budget, exact=policy.exact
+        )
+        verdict = check(drawn.trace, self._hardware, plan, policy.budget)
+        self._carrier.reserve(verdict.host_bytes)
+        kind.force = Force.of(kind.graphs, drawn, plan)
+        kind.stage = Stage.SETTLING
+        self._latest = kind
+
+    def _carried_out(self, iteration: _Iteration, order: Order) -> None:
+        kind = iteration.kind
+        self._latest = kind
+        if iteration.strayed or not kind.same(iteration.graphs, order):
+            kind.deviations += 1
+            if kind.deviations >= _DEVIATIONS and kind.observed < _OBSERVED:
+                kind.observe_again()
+            return
+        kind.deviations = 0
+        if kind.stage is Stage.SETTLING:
+            kind.stage = Stage.VERIFYING
+        elif kind.stage is Stage.VERIFYING:
+            kind.samples.append(iteration.sample)
+            if len(kind.samples) == _VERIFIED:
+                kind.measured = summarize(kind.samples, 0, ())
+                kind.stage = Stage.STEADY
+
+
+def _is_whole(order: Order) -> bool:
+    """Whether every call had one backward, no more and no less."""
+    calls = [call for call, forward in order if forward]
+    return sorted(call for call, forward in order if not forward) == calls
+
+
+def _part(graph: Captured, call: int, args: Sequence[Any], names: Names, lasting: Lasting) -> Part:
+    if graph.joint is None:
+        raise RuntimeError("a graph that was not cut cannot be called")
+    inputs = [names.of(arg) for arg in args]
+    return Part(call, _name(call), graph.joint, graph.layout, True, inputs, lasting.kinds)
+
+
+def _name(call: int) -> str:
+    return f"graph {call}"

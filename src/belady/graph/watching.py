@@ -1,0 +1,163 @@
+"""What is learned of an iteration while its graphs run watched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from belady.graph.parts import Part, Timing
+from belady.ir.trace import StorageKind
+from belady.measure.clock import clock_for
+
+
+class Names:
+    """Numbers for storages: the same number is the same storage for as long as this lives."""
+
+    def __init__(self) -> None:
+        # A weak reference keeps the address from being used again.
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def of(self, item: Any) -> int | None:
+        """The number of a tensor's storage; None for what is no tensor."""
+        if not isinstance(item, torch.Tensor):
+            return None
+        storage = item.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is None:
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            known = self._known[storage._cdata] = (reference, len(self._known))
+        return known[1]
+
+    def gone(self) -> set[int]:
+        """The numbers of storages that are no more."""
+        return {
+            number
+            for reference, number in self._known.values()
+            if reference.expired()  # type: ignore[no-untyped-call]
+        }
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """Storages of the models that outlive iterations: what they are and their bytes, by number."""
+
+    kinds: dict[int, StorageKind]
+    sizes: dict[int, int]
+
+    @classmethod
+    def of(cls, modules: Iterable[torch.nn.Module], names: Names, device: torch.device) -> Lasting:
+        """Look at parameters, buffers and gradients."""
+        kinds: dict[int, StorageKind] = {}
+        sizes: dict[int, int] = {}
+        for module in modules:
+            parameters, buffers = list(module.parameters()), list(module.buffers())
+            gradients = [it.grad for it in parameters if it.grad is not None]
+            for tensors, kind in (
+                (parameters, StorageKind.PARAMETER),
+                (buffers, StorageKind.BUFFER),
+                (gradients, StorageKind.GRADIENT),
+            ):
+                for tensor in tensors:
+                    name = names.of(tensor)
+                    if name is not None and tensor.device.type == device.type:
+                        kinds.setdefault(name, kind)
+                        sizes[name] = tensor.untyped_storage().nbytes()
+        return cls(kinds, sizes)
+
+
+@dataclass
+class Watched:
+    """One iteration under observation: `belady.graph.capture.Watch`, and its parts so far."""
+
+    device: torch.device
+    names: Names
+    lasting: Lasting
+    allocated_bytes: int
+    parts: list[Part] = field(default_factory=list)
+    _host: list[float] = field(default_factory=list)
+    _firsts: list[int] = field(default_factory=list)
+    _inputs: dict[int, list[tuple[int, torch.Tensor, int]]] = field(default_factory=dict)
+    _begun: float = 0.0
+    _held_at_end: int = 0
+
+    @classmethod
+    def begin(cls, modules: Iterable[torch.nn.Module], device: torch.device) -> Watched:
+        """An iteration begins."""
+        names = Names()
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        return cls(device, names, Lasting.of(modules, names, device), allocated)
+
+    def __post_init__(self) -> None:
+        self._clock = clock_for(self.device)
+
+    def start(self) -> None:
+        """An op follows."""
+        self._clock.start()
+        self._begun = perf_counter()
+
+    def stop(self, made: tuple[Any, ...]) -> None:
+        """It was issued."""
+        self._host.append(perf_counter() - self._begun)
+        self._clock.stop()
+
+    def enter(self, part: Part, args: Sequence[Any]) -> None:
+        """A part begins."""
+        self._firsts.append(len(self._host))
+        if part.forward:
+            self._inputs[part.call] = [
+                (name, arg, arg._version)
+                for name, arg in zip(part.inputs, args, strict=True)
+                if name in self.lasting.kinds
+            ]
+        elif self.parts:
+            before = self.parts[-1]
+            if self.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(self.device)
+                before.outside_bytes = max(0, peak - self._held_at_end)
+            self._note_overwritten(part.call)
+        self.parts.append(part)
+
+    def leave(self, results: Sequence[Any]) -> None:
+        """It has run."""
+        self.parts[-1].results = [self.names.of(item) for item in results]
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._held_at_end = torch.cuda.memory_allocated(self.device)
+
+    def finish(self) -> list[Part]:
+        """The parts with their timings; waits for the device."""
+        seconds = self._clock.results()
+        serial = self.device.type == "cpu"
+        timings = [
+            Timing(device_seconds, 0.0 if serial else host_seconds, workspace)
+            for (device_seconds, workspace), host_seconds in zip(seconds, self._host, strict=True)
+        ]
+        ends = [*self._firsts[1:], len(timings)]
+        for part, first, end in zip(self.parts, self._firsts, ends, strict=True):
+            part.timings = timings[first:end]
+        return self.parts
+
+    def unseen_bytes(self) -> int:
+        """Device bytes that were there before the iteration and are no operand of it."""
+        seen = {name for part in self.parts for name in part.inputs if name is not None}
+        if self.device.type == "cpu":
+            return sum(n for name, n in self.lasting.sizes.items() if name not in seen)
+        known: dict[int, int] = {}
+        for part in self.parts[:1]:
+            for node, name in zip(part.joint.primals, part.inputs, strict=True):
+                storage = part.layout.storage_of.get(node)
+                if storage is not None and name is not None:
+                    known[name] = part.layout.sizes[storage]
+        known |= {name: n for name, n in self.lasting.sizes.items() if name in seen}
+        return max(0, self.allocated_bytes - sum(known.values()))
+
+    def _note_overwritten(self, call: int) -> None:
+        part = next(it for it in self.parts if it.call == call)
+        for name, tensor, version in self._inputs.pop(call, ()):
+            if tensor._version != version:
+                part.overwritten.add(name)

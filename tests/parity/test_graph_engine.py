@@ -1,0 +1,210 @@
+"""Models compiled within a budget train as plain PyTorch does, from the first call on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from belady.errors import InfeasibleBudgetError
+from belady.graph.engine import Compiled, compiled
+from belady.graph.kinds import Kind, Stage
+from belady.ir.plan import Offload
+from tests.support.models import CLASSES, CNN, GAN, GPT, LSTM, TIED, Residual, Task
+from tests.support.training import (
+    Step,
+    Training,
+    abandoning,
+    accumulating,
+    adversarial,
+    autocast,
+    by_hand,
+    clipping,
+    differences,
+    evaluating,
+    plain,
+    short_at_the_end,
+    twice_backward,
+    zeroing_first,
+)
+
+# Two iterations are observed, a third settles, two are verified.
+ITERATIONS = range(7)
+ROOM = 1 << 30
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@functools.cache
+def expected(task: Task, step: Step, device: str) -> dict[str, Tensor]:
+    return Training(task, device).run(step, ITERATIONS).outcome()
+
+
+def train(task: Task, step: Step, budget: int, policy: str, device: str) -> Compiled:
+    """Train under a budget and compare with plain PyTorch."""
+    training = Training(task, device)
+    models = training.models
+    with compiled(models, budget, policy=policy) as engine:
+        training.models = engine.models
+        training.run(step, ITERATIONS)
+        training.models = models
+    assert differences(expected(task, step, device), training.outcome()) == []
+    return engine
+
+
+def train_tightly(task: Task, step: Step, policy: str, device: str) -> Compiled:
+    """Train at the smallest budget, found by doing as each refusal says."""
+    budget = 1 if device == "cpu" else 1 << 29
+    for _ in range(4):
+        try:
+            return train(task, step, budget, policy, device)
+        except InfeasibleBudgetError as error:
+            budget = error.smallest_bytes
+    raise AssertionError(f"{budget} bytes, the last figure named, were refused as well")
+
+
+def kinds_of(engine: Compiled) -> list[Kind]:
+    return list(engine.session._kinds.values())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [plain, autocast, accumulating, zeroing_first, clipping, evaluating, abandoning, by_hand],
+    ids=lambda step: step.__name__,
+)
+def test_a_model_trains_in_its_smallest_budget(step: Step, device: str) -> None:
+    engine = train_tightly(CNN, step, "hybrid", device)
+    (kind,) = kinds_of(engine)
+    assert kind.stage is Stage.STEADY
+    run = engine.run()
+    assert run is not None
+    assert run.measured is not None
+    if device == "cpu":
+        assert run.plan.decisions
+
+
+@pytest.mark.parametrize("task", [GPT, TIED, GAN], ids=str)
+def test_models_of_every_shape(task: Task, device: str) -> None:
+    engine = train_tightly(task, adversarial if task is GAN else plain, "hybrid", device)
+    assert all(kind.stage is Stage.STEADY for kind in kinds_of(engine))
+
+
+def test_several_calls_in_an_iteration_share_one_plan() -> None:
+    engine = train_tightly(CNN, zeroing_first, "hybrid", "cpu")
+    run = engine.run()
+    assert run is not None
+    assert run.trace.roots == ("graph 0", "graph 1")
+    calls = {
+        save.pass_index for value in run.plan.decisions for save in run.trace.values[value].saves
+    }
+    assert calls == {0, 1}
+
+
+def test_a_second_backward_leaves_it_at_the_floor(device: str) -> None:
+    (kind,) = kinds_of(train_tightly(CNN, twice_backward, "hybrid", device))
+    assert kind.force is None
+
+
+def test_batches_of_two_sizes_are_two_kinds(device: str) -> None:
+    kinds = kinds_of(train_tightly(CNN, short_at_the_end, "hybrid", device))
+    assert len(kinds) == 2
+
+
+def test_what_dynamo_does_not_capture_runs_as_plain_pytorch() -> None:
+    engine = train(LSTM, plain, ROOM, "hybrid", "cpu")
+    assert kinds_of(engine) == []
+
+
+def test_with_room_for_all_nothing_moves() -> None:
+    run = train(CNN, plain, ROOM, "auto", "cpu").run()
+    assert run is not None
+    assert run.plan.moves_nothing
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_before_anything_runs() -> None:
+    training = Training(CNN)
+    before = {name: it.clone() for name, it in training.model.state_dict().items()}
+    engine = compiled(training.models, 1000)
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        engine.models[0](training.batch(0)[0])
+    engine.close()
+    assert refusal.value.smallest_bytes > 1000
+    after = training.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# -- several graphs an iteration ------------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    """Graph breaks between its blocks, which are two of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList([Residual(8), Residual(8)])
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        torch._dynamo.graph_break()
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x)
+        torch._dynamo.graph_break()
+        return self.head(self.dropout(torch.relu(x)).mean((2, 3)))
+
+
+class Plain(Broken):
+    """The same, for Dynamo to capture its blocks alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(torch.relu(x)).mean((2, 3)))
+
+
+BROKEN = Task("broken", lambda: [Broken()], CNN.batch)
+BLOCKS = Task("blocks", lambda: [Plain()], CNN.batch)
+
+
+def test_graphs_between_breaks_share_one_plan(device: str) -> None:
+    engine = train_tightly(BROKEN, plain, "hybrid", device)
+    run = engine.run()
+    assert run is not None
+    assert len(run.trace.roots) == 4
+    moved = [run.trace.values[value] for value in run.plan.decisions]
+    assert len({value.saves[0].pass_index for value in moved}) > 1
+    assert all(kind.stage is Stage.STEADY for kind in kinds_of(engine))
+
+
+@pytest.mark.parametrize("policy", ["floor", "lifetime", "hybrid"])
+def test_one_graph_called_once_a_block_has_orders_for_each_call(policy: str) -> None:
+    training = Training(BLOCKS)
+    model = training.model
+    assert isinstance(model, Plain)
+    blocks = list(model.blocks)
+    with compiled(blocks, ROOM, policy=policy) as engine:
+        for place, block in enumerate(engine.models):
+            model.blocks[place] = block
+        training.run(plain, ITERATIONS)
+        model.blocks = nn.ModuleList(blocks)
+    assert differences(expected(BLOCKS, plain, "cpu"), training.outcome()) == []
+    (kind,) = kinds_of(engine)
+    assert kind.stage is Stage.STEADY
+    assert kind.graphs[0] is kind.graphs[1]
+    if policy == "floor":
+        assert kind.force is not None
+        decisions = kind.force.plan.decisions
+        assert sum(isinstance(it, Offload) for it in decisions.values()) == len(decisions) > 0
