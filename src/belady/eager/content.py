@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from belady.eager.witness import demand_unchanged, witness
 from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
 from belady.memory.codecs import Encoded, decode, encode
 from belady.memory.geometry import Geometry, content_of, unseen
+from belady.memory.witness import demand_unchanged, witness
 
 
 class Content(Protocol):

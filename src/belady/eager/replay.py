@@ -16,13 +16,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.eager.digests import Digests, digest
-from belady.eager.witness import demand_unchanged
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Plan, Recompute
 from belady.ir.trace import Trace
 from belady.measure.calls import Call, Follower
 from belady.measure.recipes import Operand, Recipe
 from belady.memory.geometry import Geometry, content_of, unseen
+from belady.memory.witness import demand_unchanged
 
 # Gives the bytes of a value and how many of its storage are left out before them.
 Source = Callable[[], tuple[torch.Tensor, int]]
