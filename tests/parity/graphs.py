@@ -12,9 +12,9 @@ from torch import nn
 from belady.graph.capture import Captured, State, Turn, backend_of
 from belady.graph.contents import Contents
 from belady.graph.orders import orders_of
-from belady.graph.parts import Part
+from belady.graph.parts import Drawn, Part
 from belady.graph.program import program_of
-from belady.graph.trace import Drawn, draw
+from belady.graph.trace import draw
 from belady.ir.plan import Offload, Plan
 from belady.ir.trace import StorageKind, Trace
 from belady.memory.carrier import Carrier

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from belady.errors import InfeasibleBudgetError
+from belady.errors import InfeasibleBudgetError, StaleValueError
 from belady.graph.engine import Compiled, compiled
 from belady.graph.kinds import Kind, Stage
 from belady.ir.plan import Offload
@@ -206,5 +206,28 @@ def test_one_graph_called_once_a_block_has_orders_for_each_call(policy: str) -> 
     assert kind.graphs[0] is kind.graphs[1]
     if policy == "floor":
         assert kind.force is not None
-        decisions = kind.force.plan.decisions
+        trace, decisions = kind.force.drawn.trace, kind.force.plan.decisions
         assert sum(isinstance(it, Offload) for it in decisions.values()) == len(decisions) > 0
+        # What one block gives to the next moves too, once, for both.
+        savers = [{save.pass_index for save in trace.values[it].saves} for it in decisions]
+        assert {0, 1} in savers
+
+
+def test_a_result_changed_between_two_graphs_raises() -> None:
+    training = Training(BLOCKS)
+    model = training.model
+    assert isinstance(model, Plain)
+    with compiled(list(model.blocks), ROOM, policy="floor") as engine:
+        first, second = engine.models
+
+        def forward(spoil: float) -> Tensor:
+            x = first(torch.tanh(model.enter(training.batch(0)[0])))
+            y = second(x)
+            with torch.no_grad():
+                x.add_(spoil) if spoil else None
+            return y.sum()
+
+        for _ in range(3):
+            forward(0).backward()
+        with pytest.raises(StaleValueError, match="modified by an inplace operation"):
+            forward(1).backward()

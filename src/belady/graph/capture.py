@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from belady.errors import StaleValueError, TraceError
+from belady.errors import TraceError
 from belady.graph import doors
 from belady.graph.contents import Contents
 from belady.graph.decompositions import as_eager, refuse_repeated_casts
@@ -18,6 +18,7 @@ from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.program import Program, program_of
 from belady.memory.geometry import below_autograd
+from belady.memory.witness import demand_unchanged
 
 
 class Watch(Protocol):
@@ -86,6 +87,11 @@ class State:
         self._saved: list[Any] | None = saved
         self._versions = versions
 
+    def outside(self) -> list[torch.Tensor]:
+        """What was saved of inputs and results, which others may hold too."""
+        saved = self._saved or []
+        return [saved[place] for place in self.turn.program.checked[: len(saved)]]
+
     def take(self, *, keep: bool) -> list[Any]:
         """Give what was saved, in a list of the caller's own; for the last time unless ``keep``.
 
@@ -98,13 +104,7 @@ class State:
         if saved is None:
             raise RuntimeError("what forward saved was taken before")
         for place, version in zip(self.turn.program.checked, self._versions, strict=True):
-            found = saved[place]._version
-            if found != version:
-                raise StaleValueError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: a tensor of shape {list(saved[place].shape)} is at "
-                    f"version {found}; expected version {version} instead"
-                )
+            demand_unchanged(saved[place], version)
         if keep:
             return list(saved)
         self._saved = None

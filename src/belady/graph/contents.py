@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Mapping
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
 from belady.memory.codecs import Encoded, decode, encode
 from belady.memory.geometry import Geometry, content_of, unseen
+from belady.memory.witness import demand_unchanged, witness
 
 
 class Content:
@@ -25,9 +27,22 @@ class Content:
         A saved tensor; the whole of its storage is managed.
     label
         What records call the bytes: the number of the value in the trace.
+    guarded
+        Whether others may write to the tensor, so that a later write must be noticed.
+
+    Attributes
+    ----------
+    identity
+        Weak reference to the storage; while it lives its address names no other storage.
     """
 
-    def __init__(self, tensor: torch.Tensor, carrier: Carrier, label: int) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, carrier: Carrier, label: int, *, guarded: bool
+    ) -> None:
+        self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._shadow = witness(tensor) if guarded else None
+        self._version = 0 if self._shadow is None else self._shadow._version
+        self._shape = tensor.shape
         self._carrier = carrier
         self._label = label
         self._dtype = tensor.dtype
@@ -83,7 +98,14 @@ class Content:
         """Give the bytes, making the reader's stream wait for the copy-in, and hold them no more.
 
         Whoever asks again gets others, made from the copy.
+
+        Raises
+        ------
+        StaleValueError
+            If the original was changed in place after it had been saved.
         """
+        if self._shadow is not None:
+            demand_unchanged(self._shadow, self._version, self._shape)
         if self._source is not None:
             return self._source
         self.bring()
@@ -114,10 +136,13 @@ class Contents:
         self._tiers = tiers
         self._live: dict[int, weakref.ref[Content]] = {}
 
-    def hold(self, value: int, tensor: torch.Tensor) -> Content:
-        """Begin to manage the storage of ``tensor``."""
+    def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
+        """Begin to manage the storage of ``tensor``, or go on, where another call began."""
+        known = self._find(value)
+        if known is not None and known.identity.cdata == tensor.untyped_storage()._cdata:
+            return known
         with unseen():
-            content = Content(tensor, self._carrier, value)
+            content = Content(tensor, self._carrier, value, guarded=guarded)
         self._live[value] = weakref.ref(content)
         return content
 

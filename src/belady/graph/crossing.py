@@ -11,23 +11,29 @@ from torch import fx
 from belady.graph.parts import Part
 from belady.ir.trace import Save, StorageKind, Use
 
-OPEN = -1  # until the end of the iteration, which is not known yet
-
 
 @dataclass
 class Bytes:
-    """A storage while it is drawn; ``end`` is the boundary after its last use but for saves."""
+    """A storage while it is drawn.
+
+    Attributes
+    ----------
+    end
+        Boundary after its last use, saves aside.
+    open
+        Whether somebody outside the graphs holds it until nobody knows when.
+    """
 
     nbytes: int
     kind: StorageKind
     birth: int
     end: int
+    open: bool = False
     saved_until: int = 0
 
     def use(self, boundary: int) -> None:
         """It is held until ``boundary`` at least."""
-        if self.end != OPEN:
-            self.end = max(self.end, boundary)
+        self.end = max(self.end, boundary)
 
 
 @dataclass

@@ -9,12 +9,14 @@ lifetimes hold: when it lets go of the graph, everything saved goes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "Compilers",
@@ -25,6 +27,7 @@ __all__ = [
     "keeps_graph",
     "kernel_of",
     "stubs",
+    "tensors_on",
 ]
 
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
@@ -102,6 +105,19 @@ def kernel_of(target: Any) -> Any:
     if isinstance(target, torch._ops.OpOverload):
         return target._op
     return target
+
+
+def tensors_on(reference: StorageWeakRef) -> int:
+    """How many tensors lie on the storage of a live weak reference."""
+    return torch._C._storage_Use_Count(reference.cdata) - _holders_beside_tensors()
+
+
+@functools.cache
+def _holders_beside_tensors() -> int:
+    """What Python's own view of a storage adds to the count of its holders."""
+    tensor = torch.empty(1)
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return torch._C._storage_Use_Count(reference.cdata) - 1
 
 
 def stubs(

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from belady.graph.capture import Captured
 from belady.graph.orders import AS_SAVED, orders_of
+from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
-from belady.graph.trace import Drawn
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.timeline import Measured

@@ -9,8 +9,7 @@ from enum import IntEnum
 
 from belady.errors import PlanMismatchError
 from belady.graph.joint import Step
-from belady.graph.parts import Part
-from belady.graph.trace import Drawn
+from belady.graph.parts import Drawn, Part
 from belady.ir.plan import Encode, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Phase

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from belady.graph.joint import Joint
 from belady.graph.layout import Layout
-from belady.ir.trace import StorageKind
+from belady.ir.trace import StorageKind, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +54,21 @@ class Part:
     overwritten: set[int] = field(default_factory=set)
     outside_bytes: int = 0
     outside_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A trace, and which of its numbers are whose.
+
+    Attributes
+    ----------
+    starts
+        First op of each part.
+    values
+        For each call, the value that lies on a storage of its graph before anyone overwrites it.
+    """
+
+    trace: Trace
+    parts: tuple[Part, ...]
+    starts: tuple[int, ...]
+    values: tuple[dict[int, int], ...]

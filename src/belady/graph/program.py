@@ -104,10 +104,12 @@ class _Writer:
         outputs = [part.result(node) for node in self.joint.forward_outputs]
         for node in self._kept:
             part.demand(node)
-        # Saved as itself, a result would hold the graph that holds what is saved.
+        # Saved as itself, a result would hold the graph that holds what is saved. And who watches
+        # counts the tensors on a storage to learn whether anybody else holds it.
+        detached = self._outside if self.watched else self._given_out
         saved = [
             f"{part.names[node]}.detach()"
-            if self._layout.storage_of.get(node) in self._given_out
+            if self._layout.storage_of.get(node) in detached
             else part.names[node]
             for node in self._kept
         ]
@@ -136,9 +138,8 @@ class _Writer:
             part.begun.add(storage)
             base = next(n for n in nodes if self._layout.storage_of.get(n) == storage)
             name, value = f"held{storage}", self._orders.held[storage]
-            part.code.add(
-                f"{name} = contents.hold({value}, {part.names[base]})", [part.names[base]], [name]
-            )
+            call = f"contents.hold({value}, {part.names[base]}, {storage in self._outside})"
+            part.code.add(f"{name} = {call}", [part.names[base]], [name])
             of = part.code.constant(Geometry.of, "geometry")
             for node in self._held[storage]:
                 shown = part.demand(node)

@@ -14,8 +14,8 @@ from belady.graph import doors
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
 from belady.graph.kinds import Force, Kind, Order, Policy, Stage, settled
-from belady.graph.parts import Part
-from belady.graph.trace import Drawn, draw
+from belady.graph.parts import Drawn, Part
+from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names, Watched
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
@@ -133,7 +133,7 @@ class Session:
         iteration, _ = state.turn.tag
         iteration.open.add(state)
         if iteration.watched is not None:
-            iteration.watched.leave(results)
+            iteration.watched.leave(results, state.outside())
 
     def enter_backward(self, state: State, args: Sequence[Any]) -> None:
         """Note what comes in."""
@@ -238,7 +238,8 @@ class Session:
         kind.observed += 1
         drawn = None
         if _is_whole(order):
-            drawn = draw(watched.finish(), self.device, watched.unseen_bytes())
+            parts, unseen = watched.finish(), watched.unseen_bytes()
+            drawn = draw(parts, self.device, unseen, watched.released)
         same = drawn is not None and kind.same(iteration.graphs, order)
         if kind.stage is Stage.TIMED and same and drawn is not None:
             self._put_in_force(kind, settled(drawn, kind.warm))

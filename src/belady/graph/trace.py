@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
 from belady.graph import ops as facts
-from belady.graph.crossing import OPEN, Bytes, Call, Content, Crossing, crossings, nodes_in
+from belady.graph.crossing import Bytes, Call, Content, Crossing, crossings, nodes_in
 from belady.graph.doors import fake_value
 from belady.graph.joint import Step
-from belady.graph.parts import Part, Timing
+from belady.graph.parts import Drawn, Part, Timing
 from belady.graph.replays import inputs_again, running_statistics
 from belady.ir.trace import (
     PERSISTENT,
@@ -30,31 +31,21 @@ from belady.ir.trace import (
 )
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A trace, and which of its numbers are whose.
-
-    Attributes
-    ----------
-    starts
-        First op of each part.
-    values
-        For each call, the value that lies on a storage of its graph before anyone overwrites it.
-    """
-
-    trace: Trace
-    parts: tuple[Part, ...]
-    starts: tuple[int, ...]
-    values: tuple[dict[int, int], ...]
-
-
-def draw(parts: Sequence[Part], device: torch.device, unseen_bytes: int = 0) -> Drawn:
+def draw(
+    parts: Sequence[Part],
+    device: torch.device,
+    unseen_bytes: int = 0,
+    released: Mapping[int, int] = MappingProxyType({}),
+) -> Drawn:
     """Draw the trace of ``parts``, in the order in which they ran.
 
     Parameters
     ----------
     unseen_bytes
         Device bytes that were held throughout without being an operand.
+    released
+        Names of storages that came in or went out, and the part before which everybody else had let
+        go of them; any other is held to the end.
     """
     drawing = _Drawing(device)
     for index, part in enumerate(parts):
@@ -62,6 +53,7 @@ def draw(parts: Sequence[Part], device: torch.device, unseen_bytes: int = 0) -> 
         following = parts[index + 1] if index + 1 < len(parts) else None
         if part.forward and following is not None and not following.forward:
             drawing.outside(part)
+    drawing.release(released)
     return drawing.finish(parts, unseen_bytes)
 
 
@@ -101,6 +93,14 @@ class _Drawing:
         op = Op("outside", "", Phase.LOSS, part.call, Mode.NORMAL, 0.0, 0.0, workspace, (), ())
         self._ops.append(op)
 
+    def release(self, released: Mapping[int, int]) -> None:
+        """Close what others have let go of."""
+        for name, part in released.items():
+            index = self._named.get(name)
+            if index is not None and self._bytes[index].kind not in PERSISTENT:
+                self._bytes[index].use(self._starts[part])
+                self._bytes[index].open = False
+
     def finish(self, parts: Sequence[Part], unseen_bytes: int) -> Drawn:
         """Close what is open."""
         end = len(self._ops)
@@ -138,7 +138,7 @@ class _Drawing:
                 index = self._new(part.layout.sizes[storage], kind, birth)
                 self._named[name] = index
                 # Whoever calls holds what it calls with; gradients go when backward returns.
-                self._bytes[index].end = OPEN
+                self._bytes[index].open = True
             elif part.forward:
                 self._keep_apart(index)
             call.storages[storage] = index
@@ -272,7 +272,7 @@ class _Drawing:
                 continue
             index = call.storages[storage]
             held = self._bytes[index]
-            held.end = OPEN
+            held.open = True
             if name is not None:
                 self._named[name] = index
             if not part.forward and held.kind is StorageKind.ACTIVATION:
@@ -288,10 +288,10 @@ class _Drawing:
             if storage is not None and storage not in given_on and storage in call.storages:
                 held = self._bytes[call.storages[storage]]
                 if held.kind not in PERSISTENT:
-                    held.end = len(self._ops)
+                    held.end, held.open = len(self._ops), False
 
     def _storage(self, held: Bytes, end: int) -> Storage:
-        released = end if held.end == OPEN else held.end
+        released = end if held.open else held.end
         # Autograd may hold it for longer than anybody else.
         death = max(released, held.saved_until)
         home = Tier.DEVICE if held.kind in PERSISTENT else None

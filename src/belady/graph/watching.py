@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from belady.graph.doors import tensors_on
 from belady.graph.parts import Part, Timing
 from belady.ir.trace import StorageKind
 from belady.measure.clock import clock_for
@@ -20,7 +22,8 @@ class Names:
 
     def __init__(self) -> None:
         # A weak reference keeps the address from being used again.
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known: dict[int, int] = {}
+        self._references: list[StorageWeakRef] = []
 
     def of(self, item: Any) -> int | None:
         """The number of a tensor's storage; None for what is no tensor."""
@@ -29,17 +32,14 @@ class Names:
         storage = item.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None:
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            known = self._known[storage._cdata] = (reference, len(self._known))
-        return known[1]
+            known = self._known[storage._cdata] = len(self._references)
+            self._references.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        return known
 
-    def gone(self) -> set[int]:
-        """The numbers of storages that are no more."""
-        return {
-            number
-            for reference, number in self._known.values()
-            if reference.expired()  # type: ignore[no-untyped-call]
-        }
+    def holders(self, number: int) -> int:
+        """How many tensors lie on a storage now."""
+        reference = self._references[number]
+        return 0 if reference.expired() else tensors_on(reference)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,23 @@ class Lasting:
 
 @dataclass
 class Watched:
-    """One iteration under observation: `belady.graph.capture.Watch`, and its parts so far."""
+    """One iteration under observation: `belady.graph.capture.Watch`, and its parts so far.
+
+    Attributes
+    ----------
+    released
+        Names of storages that came in or went out, and the part before which nobody outside held
+        them any more.
+    """
 
     device: torch.device
     names: Names
     lasting: Lasting
     allocated_bytes: int
     parts: list[Part] = field(default_factory=list)
+    released: dict[int, int] = field(default_factory=dict)
+    _outside: dict[int, None] = field(default_factory=dict)
+    _saved: dict[int, list[int]] = field(default_factory=dict)
     _host: list[float] = field(default_factory=list)
     _firsts: list[int] = field(default_factory=list)
     _inputs: dict[int, list[tuple[int, torch.Tensor, int]]] = field(default_factory=dict)
@@ -108,7 +118,9 @@ class Watched:
     def enter(self, part: Part, args: Sequence[Any]) -> None:
         """A part begins."""
         self._firsts.append(len(self._host))
+        self._note_released()
         if part.forward:
+            self._add_outside(part.inputs)
             self._inputs[part.call] = [
                 (name, arg, arg._version)
                 for name, arg in zip(part.inputs, args, strict=True)
@@ -120,11 +132,18 @@ class Watched:
                 peak = torch.cuda.max_memory_allocated(self.device)
                 before.outside_bytes = max(0, peak - self._held_at_end)
             self._note_overwritten(part.call)
+        if not part.forward:
+            self._saved.pop(part.call, None)
         self.parts.append(part)
 
-    def leave(self, results: Sequence[Any]) -> None:
-        """It has run."""
-        self.parts[-1].results = [self.names.of(item) for item in results]
+    def leave(self, results: Sequence[Any], saved: Sequence[torch.Tensor] = ()) -> None:
+        """It has run, and left ``saved`` on storages that others may hold too."""
+        part = self.parts[-1]
+        part.results = [self.names.of(item) for item in results]
+        if part.forward:
+            self._add_outside(part.results)
+            names = (self.names.of(tensor) for tensor in saved)
+            self._saved[part.call] = [name for name in names if name is not None]
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._held_at_end = torch.cuda.memory_allocated(self.device)
@@ -155,6 +174,18 @@ class Watched:
                     known[name] = part.layout.sizes[storage]
         known |= {name: n for name, n in self.lasting.sizes.items() if name in seen}
         return max(0, self.allocated_bytes - sum(known.values()))
+
+    def _add_outside(self, names: Iterable[int | None]) -> None:
+        lasting = self.lasting.kinds
+        self._outside |= dict.fromkeys(n for n in names if n is not None and n not in lasting)
+
+    def _note_released(self) -> None:
+        """Which storages are held by nothing but what was saved: each such tensor is one holder."""
+        ours = Counter(name for names in self._saved.values() for name in names)
+        for name in [*self._outside]:
+            if self.names.holders(name) <= ours[name]:
+                self.released[name] = len(self.parts)
+                del self._outside[name]
 
     def _note_overwritten(self, call: int) -> None:
         part = next(it for it in self.parts if it.call == call)
