@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from belady.eager.content import Moved
+from belady.eager.cutting import Cutting
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, walk
@@ -22,6 +23,7 @@ from belady.eager.kinds import Kind, Planning, Policy, Stage
 from belady.eager.lasting import Gradients, settle_state
 from belady.eager.limits import refuse_infeasible
 from belady.eager.replay import Recipes
+from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
@@ -72,6 +74,7 @@ class Conductor:
         self._kinds: dict[Key, Kind] = {}
         self._persistent: set[int] = set()
         self._policy, self._hardware = policy, hardware
+        self._cutting = Cutting(policy, hardware)
         below = tuple(t for t in (Tier.HOST, Tier.DISK) if hardware.capacity(t) > 0)
         self._floor = Immediate(
             leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
@@ -87,6 +90,7 @@ class Conductor:
 
     def close(self) -> None:
         """Leave gradients where they are from now on."""
+        self._cutting.close()
         self._gradients.close()
         self._for_gradients.close()
         self._for_state.close()
@@ -113,7 +117,7 @@ class Conductor:
         """
         kind = self._kinds.get(key)
         if kind is None:
-            refuse_infeasible(module, call, self._hardware, self._policy)
+            self._admit(module, call)
             kind = self._kinds[key] = Kind()
             if len(self._kinds) > _KINDS:
                 del self._kinds[next(iter(self._kinds))]
@@ -167,6 +171,18 @@ class Conductor:
             self._latest = kind
         return stage, sample
 
+    def _admit(self, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
+        """Refuse what cannot fit, unless it can in slices."""
+        if module in self._cutting:
+            # A trace without bytes is of the modules as they are; now the cap is the judge.
+            return
+        try:
+            refuse_infeasible(module, call, self._hardware, self._policy)
+        except InfeasibleBudgetError:
+            if not self._cutting.cut(module, call, self.carrier.device):
+                raise
+            self._planning.numerics = ("sections",)
+
     def _take_down(self, kind: Kind, sample: Sample) -> None:
         trial = kind.current
         if sample.tape is not None and trial is not None and trial.measured is not None:
@@ -183,7 +199,7 @@ class Conductor:
         measured = trial.measured or next(
             (old.measured for old in reversed(kind.tried) if old.plan is trial.plan), None
         )
-        notes = tuple(self._planning.notes)
+        notes = (*self._cutting.said, *self._planning.notes)
         return Run(kind.trace, trial.hardware, trial.plan, predicted, measured, notes, versions)
 
     @property

@@ -132,6 +132,8 @@ class Planning:
     ----------
     notes
         What a user should know of corrections, one sentence each.
+    numerics
+        What can change a bit besides the settings of a plan.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Planning:
     ) -> None:
         self.policy = policy
         self.notes: list[str] = []
+        self.numerics: tuple[str, ...] = ()
         self._hardware = hardware
         self._carrier = carrier
         self._persistent = persistent
@@ -248,6 +251,7 @@ class Planning:
         )
         begun = perf_counter()
         plan = make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+        plan = replace(plan, numerics=(*plan.numerics, *self.numerics))
         _log.info(
             "planned by %s in %s: %s an iteration are predicted",
             plan.planner,

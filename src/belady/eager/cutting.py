@@ -1,0 +1,150 @@
+"""Runs modules in slices where a single op is over the budget, before anything has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from belady.eager.kinds import Policy
+from belady.errors import SectionError, TraceError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Section
+from belady.ir.trace import Trace
+from belady.measure.batch import static_trace_with_batch
+from belady.planners.sectioning import sections_for
+from belady.sections.allowed import reasons
+from belady.sections.stages import is_sequential
+from belady.sections.trial import trial
+from belady.sections.wrap import wrap
+
+# What cuts modules by itself; the others do what they are asked for and no more.
+POLICIES = frozenset({"auto"})
+# Copies of the parameters that an optimizer may keep, most first: Adam's two, or none.
+_COPIES = (2, 0)
+
+Call = tuple[Any, Any]
+
+
+class Cutting:
+    """The sections in force.
+
+    Attributes
+    ----------
+    said
+        What a user should know of them, one sentence each.
+    """
+
+    def __init__(self, policy: Policy, hardware: HardwareProfile) -> None:
+        self.said: list[str] = []
+        self._policy = policy
+        self._hardware = hardware
+        self._undo: dict[nn.Module, Callable[[], None]] = {}
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._undo
+
+    def cut(self, module: nn.Module, call: Call, device: torch.device) -> bool:
+        """Run modules of ``module`` in slices so that a call can fit; False if none will do.
+
+        Each section is tried on random numbers first, on the real modules, in a few samples.
+        """
+        if self._policy.exact or self._policy.name not in POLICIES or module in self._undo:
+            return False
+        for copies in _COPIES:
+            sections = self._chosen(module, call, device, copies)
+            if sections:
+                self._undo[module] = wrap(module, sections)
+                self.said += [_sentence(section) for section in sections]
+                return True
+        return False
+
+    def close(self) -> None:
+        """Let all modules run as they did."""
+        while self._undo:
+            self._undo.popitem()[1]()
+
+    def _chosen(
+        self, module: nn.Module, call: Call, device: torch.device, copies: int
+    ) -> tuple[Section, ...] | None:
+        inputs: dict[nn.Module, _Input] = {}
+        try:
+            with _noting_inputs(module, inputs):
+                trace = static_trace_with_batch(module, call, device, copies)
+        except TraceError:
+            return None
+
+        def may(section: Section) -> bool:
+            return _may(module, section, trace, inputs, device)
+
+        return sections_for(trace, self._hardware, self._policy.budget, chains(module), may)
+
+
+def chains(model: nn.Module) -> list[tuple[str, ...]]:
+    """Paths of the children of every Sequential in ``model``."""
+    found = []
+    for name, module in model.named_modules():
+        if is_sequential(module):
+            prefix = f"{name}." if name else ""
+            found.append(tuple(f"{prefix}{child}" for child, _ in module.named_children()))
+    return found
+
+
+def _may(
+    model: nn.Module,
+    section: Section,
+    trace: Trace,
+    inputs: dict[nn.Module, _Input],
+    device: torch.device,
+) -> bool:
+    taken = inputs.get(model.get_submodule(section.modules[0]))
+    if taken is None or not taken.dtype.is_floating_point or reasons(model, section, trace):
+        return False
+    try:
+        trial(model, section, taken.sample(2 * section.slices, device))
+    except SectionError:
+        return False
+    return True
+
+
+class _Input(NamedTuple):
+    """What a tensor is like; the tensor would live on, which the trace would show."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def sample(self, count: int, device: torch.device) -> torch.Tensor:
+        """A few samples, of numbers that no generator is asked for."""
+        shape = (min(self.shape[0], count), *self.shape[1:])
+        ramp = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device=device)
+        numbers = ramp.mul_(0.7).sin_().view(shape).to(self.dtype)
+        return numbers.requires_grad_(self.requires_grad)
+
+
+@contextmanager
+def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[None]:
+    """Take down what each module is called with first."""
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        given = args[0] if len(args) == 1 else None
+        if module not in into and isinstance(given, torch.Tensor) and given.dim():
+            into[module] = _Input(given.shape, given.dtype, given.requires_grad)
+
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sentence(section: Section) -> str:
+    ends: Sequence[str] = list(dict.fromkeys((section.modules[0], section.modules[-1])))
+    return (
+        f"{' to '.join(ends)} run in {section.slices} slices along the batch, since one op was "
+        "over the budget: results differ from plain PyTorch by the order of sums"
+    )

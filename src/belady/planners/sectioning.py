@@ -1,0 +1,167 @@
+"""Which modules to run in slices, and in how many, so that no single op is over the budget.
+
+What a plan moves or recomputes is what autograd saves; what one op needs while it runs is the floor
+under every plan. Cutting modules along the batch lowers it (tvDNN: Park et al., PPoPP 2018,
+"memory-object sectioning"; the choice here is ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+from belady.errors import PlanMismatchError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Budget, Plan, Section
+from belady.ir.residency import curve
+from belady.ir.sections import apply
+from belady.ir.trace import Phase, Trace
+from belady.planners.base import assemble
+from belady.planners.floor import FLOOR
+from belady.planners.moves import Case
+
+# Modules that run one after another, and nothing beside them: the children of one Sequential.
+Chain = Sequence[str]
+# More slices make kernels too small to be of use; a longer stretch does more.
+_SLICES = (2, 4, 8, 16)
+_ROUNDS = 16
+
+
+def sections_for(
+    trace: Trace,
+    hardware: HardwareProfile,
+    budget: Budget,
+    chains: Sequence[Chain],
+    may: Callable[[Section], bool],
+) -> tuple[Section, ...] | None:
+    """Fewest slices with which the floor of ``trace`` fits; None if none do.
+
+    Parameters
+    ----------
+    trace
+        Unsectioned, with module paths.
+    chains
+        What may be cut from.
+    may
+        Whether a section may run in slices; asked of few.
+
+    Returns
+    -------
+    tuple of Section
+        Empty if it fits as it is. Whoever runs them changes the order of sums.
+    """
+    search = _Search(trace, hardware, budget, chains, may)
+    chosen: tuple[Section, ...] = ()
+    for _ in range(_ROUNDS):
+        over, at = search.excess(chosen)
+        if over <= 0:
+            return chosen
+        better = next(search.better(chosen, at, over), None)
+        if better is None:
+            return None
+        chosen = better
+    return None
+
+
+class _Search:
+    def __init__(
+        self,
+        trace: Trace,
+        hardware: HardwareProfile,
+        budget: Budget,
+        chains: Sequence[Chain],
+        may: Callable[[Section], bool],
+    ) -> None:
+        self._trace = trace
+        self._hardware = hardware
+        self._budget = budget
+        self._chains = chains
+        self._may = may
+        self._known: dict[tuple[Section, ...], tuple[int, str]] = {}
+        self._allowed: dict[tuple[str, ...], bool] = {}
+        self._out = _output_bytes(trace)
+
+    def excess(self, sections: tuple[Section, ...]) -> tuple[int, str]:
+        """Bytes of the floor beyond the budget, and the module path of the op that needs most."""
+        if sections not in self._known:
+            self._known[sections] = self._judged(sections)
+        return self._known[sections]
+
+    def better(
+        self, chosen: tuple[Section, ...], at: str, over: int
+    ) -> Iterator[tuple[Section, ...]]:
+        """Sections with which module ``at`` is no longer that much over, least change first."""
+        for modules, slices in self._candidates(chosen, at):
+            section = Section(modules, slices)
+            rest = tuple(it for it in chosen if not set(it.modules) & set(modules))
+            sections = tuple(sorted((*rest, section), key=lambda it: it.modules))
+            if not self._is_allowed(section):
+                continue
+            left, where = self.excess(sections)
+            if left <= 0 or (left < over and not _inside(where, modules)):
+                yield sections
+
+    def _candidates(
+        self, chosen: tuple[Section, ...], at: str
+    ) -> Iterator[tuple[tuple[str, ...], int]]:
+        """Stretches around ``at`` with the smallest bytes at their ends, shortest first."""
+        present = next((it for it in chosen if _inside(at, it.modules)), None)
+        if present is not None:
+            yield from ((present.modules, more) for more in _SLICES if more > present.slices)
+        for chain in self._chains:
+            middle = next((i for i, name in enumerate(chain) if _inside(at, (name,))), None)
+            if middle is None:
+                continue
+            stretches = sorted(self._stretches(chain, middle), key=len)
+            yield from product(stretches, _SLICES)
+
+    def _stretches(self, chain: Chain, middle: int) -> Iterator[tuple[str, ...]]:
+        """Runs of ``chain`` that begin and end where little goes in and out."""
+        sizes = [self._out.get(name, 0) for name in chain]
+        first = [i for i in range(middle + 1) if i == 0 or _lower(sizes, i - 1)]
+        last = [j for j in range(middle, len(chain)) if _lower(sizes, j)]
+        for i, j in product(first, last):
+            yield tuple(chain[i : j + 1])
+
+    def _is_allowed(self, section: Section) -> bool:
+        """Whether it may be cut at all, asked once for all numbers of slices."""
+        if section.modules not in self._allowed:
+            self._allowed[section.modules] = self._may(section)
+        return self._allowed[section.modules]
+
+    def _judged(self, sections: tuple[Section, ...]) -> tuple[int, str]:
+        try:
+            trace = apply(self._trace, sections) if sections else self._trace
+        except PlanMismatchError:
+            return 1 << 62, ""
+        held = curve(trace, _floor(trace, self._hardware, self._budget), self._hardware.allocator)
+        peak = max(held, default=0)
+        over = self._hardware.allocator.budget_for(peak) - self._budget.device_bytes
+        return over, trace.ops[held.index(peak)].module if held else ""
+
+
+def _floor(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Plan:
+    case = Case(trace, hardware, budget)
+    return assemble(case, FLOOR.draft(case))
+
+
+def _output_bytes(trace: Trace) -> dict[str, int]:
+    """Bytes that the last forward op of each module, and of each module around it, writes."""
+    found: dict[str, int] = {}
+    for op in trace.ops:
+        if op.phase is Phase.FORWARD and op.writes:
+            nbytes = sum(trace.storages[trace.values[v].storage].nbytes for v in op.writes)
+            path = op.module
+            while path:
+                found[path] = nbytes
+                path = path.rpartition(".")[0]
+    return found
+
+
+def _lower(sizes: Sequence[int], index: int) -> bool:
+    """Whether less comes out of a module than of the one before it, or it is the last."""
+    return index == len(sizes) - 1 or index == 0 or sizes[index] < sizes[index - 1]
+
+
+def _inside(path: str, modules: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in modules)

@@ -1,0 +1,115 @@
+"""A single op over the budget: `auto` runs modules in slices, and says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import belady
+from belady.errors import InfeasibleBudgetError
+from belady.ir.run import Run
+from belady.ir.trace import Tier
+from tests.support.models import Task
+from tests.support.training import Training, footprint, plain
+
+MIB = 1 << 20
+ITERATIONS = range(5)
+
+
+class Wide(nn.Module):
+    """What its first convolutions need at once is most of what the rest needs in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(4),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(4),
+        )
+        self.head = nn.Linear(32 * 16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).flatten(1))
+
+
+def images(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 10, (size,), generator=generator)
+    return torch.randn(size, 3, 64, 64, generator=generator), labels
+
+
+WIDE = Task("wide", lambda: [Wide()], images)
+
+
+def needed(policy: str, exact: bool = False) -> int:
+    """Smallest budget that a refusal names."""
+    training = Training(WIDE)
+    vm = belady.virtualize(training.models, MIB, policy=policy, exact=exact)
+    with vm, pytest.raises(InfeasibleBudgetError) as caught:
+        training.loss(0)
+    return caught.value.smallest_bytes
+
+
+def trained(budget: int, device: str = "cpu") -> tuple[Training, Run]:
+    training = Training(WIDE, device)
+    with belady.virtualize(training.models, budget) as vm:
+        training.run(plain, ITERATIONS)
+        run = vm.run()
+        assert "features.0 to features." in vm.report()
+    assert run is not None
+    return training, run
+
+
+def test_a_budget_below_one_op_trains_in_slices() -> None:
+    budget = int(needed("floor") * 0.6)
+    training, run = trained(budget)
+    expected = Training(WIDE).run(plain, ITERATIONS)
+    for name, tensor in expected.model.state_dict().items():
+        torch.testing.assert_close(training.model.state_dict()[name], tensor)
+    for one, two in zip(training.losses, expected.losses, strict=True):
+        torch.testing.assert_close(one, two)
+    assert run.measured is not None
+    assert run.measured.peak(Tier.DEVICE) <= budget
+    assert run.measured.defaults == ()
+    assert run.plan.numerics == ("sections",)
+
+
+def test_afterwards_everything_is_as_it_was() -> None:
+    budget = int(needed("floor") * 0.6)
+    training = Training(WIDE).run(plain, range(1))
+    before = footprint(training.model.modules())
+    names = list(training.model.state_dict())
+    with belady.virtualize(training.models, budget):
+        training.run(plain, range(3))
+        assert list(training.model.state_dict()) == names
+    assert footprint(training.model.modules()) == before
+    assert all("forward" not in vars(module) for module in training.model.modules())
+
+
+@pytest.mark.parametrize(("policy", "exact"), [("lifetime", False), ("auto", True)])
+def test_nobody_else_cuts(policy: str, exact: bool) -> None:
+    budget = int(needed("floor") * 0.6)
+    training = Training(WIDE)
+    vm = belady.virtualize(training.models, budget, policy=policy, exact=exact)
+    with vm, pytest.raises(InfeasibleBudgetError):
+        training.loss(0)
+
+
+def test_a_last_batch_that_is_smaller_trains_too() -> None:
+    training = Training(WIDE)
+    expected = Training(WIDE)
+    with belady.virtualize(training.models, int(needed("floor") * 0.6)):
+        for each in (training, expected):
+            for size in (8, 8, 8, 5, 8, 5, 1, 5):
+                loss = each.loss(0, size)
+                loss.backward()
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+                each.losses.append(loss.detach())
+    for one, two in zip(training.losses, expected.losses, strict=True):
+        torch.testing.assert_close(one, two)

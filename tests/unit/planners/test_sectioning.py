@@ -1,0 +1,117 @@
+"""Which modules run in slices: where one op is over the budget, and no more than it takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from belady.ir.plan import Budget, Section
+from belady.ir.sections import apply
+from belady.ir.trace import Trace
+from belady.measure.batch import static_trace_with_batch
+from belady.planners import smallest_budget
+from belady.planners.sectioning import sections_for
+from tests.unit.planners.nets import gpu
+
+PLENTY = Budget(1 << 40)
+
+
+def group(inside: int, out: int) -> list[nn.Module]:
+    convs = [nn.Conv2d(inside, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)]
+    return [convs[0], nn.ReLU(inplace=True), convs[1], nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+
+
+def flat() -> nn.Sequential:
+    return nn.Sequential(*group(3, 16), *group(16, 32), *group(32, 32))
+
+
+def nested() -> nn.Sequential:
+    parts = (group(3, 16), group(16, 32), group(32, 32))
+    return nn.Sequential(*(nn.Sequential(*part) for part in parts))
+
+
+@functools.cache
+def traced(make: object) -> tuple[Trace, list[tuple[str, ...]]]:
+    assert callable(make)
+    model: nn.Sequential = make()
+    call = ((torch.randn(16, 3, 64, 64),), {})
+    traced = static_trace_with_batch(model, call, torch.device("cpu"))
+    storages = tuple(replace(storage, device="cuda") for storage in traced.storages)
+    trace = replace(traced, device="cuda", storages=storages)
+    chains = [
+        tuple(f"{name}.{child}".lstrip(".") for child, _ in module.named_children())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Sequential)
+    ]
+    return trace, chains
+
+
+def everything(_: Section) -> bool:
+    return True
+
+
+def floor_of(trace: Trace, sections: Sequence[Section] = ()) -> int:
+    cut = apply(trace, sections) if sections else trace
+    return smallest_budget("floor", cut, gpu(), PLENTY)
+
+
+@pytest.mark.parametrize("make", [flat, nested])
+def test_nothing_is_cut_when_it_fits(make: object) -> None:
+    trace, chains = traced(make)
+    assert sections_for(trace, gpu(), Budget(floor_of(trace)), chains, everything) == ()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.35])
+@pytest.mark.parametrize("make", [flat, nested])
+def test_what_is_cut_fits(make: object, share: float) -> None:
+    trace, chains = traced(make)
+    budget = Budget(int(floor_of(trace) * share))
+    found = sections_for(trace, gpu(), budget, chains, everything)
+    assert found
+    assert floor_of(trace, found) <= budget.device_bytes
+    names = [name for section in found for name in section.modules]
+    assert len(names) == len(set(names))
+    for section in found:
+        # One slice fewer, or one section, and it would not fit.
+        rest = [it for it in found if it is not section]
+        fewer = (
+            [*rest, Section(section.modules, section.slices // 2)] if section.slices > 2 else rest
+        )
+        assert floor_of(trace, fewer) > budget.device_bytes
+
+
+def test_smaller_budgets_take_more_slices() -> None:
+    trace, chains = traced(flat)
+    whole = floor_of(trace)
+    counts = []
+    for share in (0.9, 0.7, 0.5, 0.35):
+        found = sections_for(trace, gpu(), Budget(int(whole * share)), chains, everything)
+        assert found is not None
+        counts.append(max(section.slices for section in found))
+    assert all(one <= two for one, two in pairwise(counts))
+    assert counts[0] < counts[-1]
+
+
+def test_nothing_that_may_not_be_cut_is() -> None:
+    trace, chains = traced(flat)
+    asked: list[Section] = []
+
+    def never(section: Section) -> bool:
+        asked.append(section)
+        return False
+
+    assert sections_for(trace, gpu(), Budget(floor_of(trace) // 2), chains, never) is None
+    # Whether a stretch may be cut does not depend on the number of slices.
+    assert len(asked) == len({section.modules for section in asked}) > 0
+
+
+def test_there_is_a_limit() -> None:
+    trace, chains = traced(flat)
+    assert sections_for(trace, gpu(), Budget(1 << 16), chains, everything) is None
+    assert sections_for(trace, gpu(), Budget(floor_of(trace) // 2), [], everything) is None
