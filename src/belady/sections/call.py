@@ -134,13 +134,12 @@ class SlicedCall:
         for position in reversed(range(len(passages))):
             passage = passages[position]
             for index in self._indices:
-                taken, parts[index] = parts[index], None
-                part = self._step_back(passage, index, taken, totals, keep)
+                part = self._step_back(passage, index, parts, totals, keep)
                 if position:
                     parts[index] = part
                 elif part is not None:
                     whole.put(index, part)
-                del taken, part
+                del part
             if passage.stage.norm is not None and passage.token is not None:
                 needed = any(end is not None for end, _ in passages[position - 1].edges)
                 through_norm(passage, parts, totals, keep, needed)
@@ -150,10 +149,11 @@ class SlicedCall:
         self,
         passage: Passage,
         index: int,
-        gradient: Tensor | None,
+        parts: list[Tensor | None],
         totals: Totals,
         keep: bool,
     ) -> Tensor | None:
+        gradient, parts[index] = parts[index], None
         end, begin = passage.edges[index]
         if not keep:
             passage.edges[index] = (None, begin)
@@ -170,6 +170,7 @@ class SlicedCall:
             retain_graph=keep,
             allow_unused=True,
         )
+        del gradient
         for position, part in zip(used, found[len(wanted) :], strict=True):
             totals.add(position, part)
         return found[0] if wanted else None
