@@ -20,12 +20,15 @@ from belady.planners.baseline import BASELINE
 from belady.planners.floor import FLOOR
 from belady.planners.hybrid import HYBRID
 from belady.planners.lifetime import LIFETIME
+from belady.planners.tvdnn_greedy import TVDNN_GREEDY
+from belady.planners.tvdnn_ilp import TVDNN_ILP
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 
 __all__ = ["POLICIES", "Planner", "plan", "smallest_budget"]
 
 _PLANNERS: tuple[Planner, ...] = (
-    *(AUTO, HYBRID, LIFETIME, VDNN_ALL, VDNN_CONV, VDNN_DYN, FLOOR, BASELINE),
+    *(AUTO, HYBRID, LIFETIME, VDNN_ALL, VDNN_CONV, VDNN_DYN, TVDNN_ILP, TVDNN_GREEDY),
+    *(FLOOR, BASELINE),
 )
 # Planners by the name that users give, the default first.
 POLICIES: Mapping[str, Planner] = MappingProxyType({it.name: it for it in _PLANNERS})
