@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import frontier, plot, records, run, tables
+from benchmarks import frontier, kernels, plot, records, run, tables
 from benchmarks.founders import verb as founders
 
 
@@ -18,6 +18,7 @@ def main() -> int:
         ("run", run),
         ("frontier", frontier),
         ("founders", founders),
+        ("kernels", kernels),
         ("plot", plot),
         ("tables", tables),
     ):
