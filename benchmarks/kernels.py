@@ -49,6 +49,43 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def committed() -> list[Record]:
+    """All committed answers."""
+    files = sorted((records.RESULTS / "kernels").glob("*.jsonl"))
+    return [record for file in files for record in records.read(file)]
+
+
+def table(found: list[Record]) -> str:
+    """The section of docs/figures.md."""
+    if not found:
+        return "No records yet.\n"
+    machines = sorted({f"{record['device_name']}, torch {record['torch']}" for record in found})
+    rows = [_row(record) for record in found]
+    head = "| what | how | ms for a GiB, or ms | shortcut | workspace MiB | same bits |\n"
+    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"Measured on: {'; '.join(machines)}.\n\n{head}{'|---' * 6}|\n{lines}"
+
+
+def _row(record: Record) -> list[str]:
+    how = [str(record[name]) for name in ("way", "op", "dtype", "setting") if name in record]
+    if record.get("channels_last"):
+        how.append("channels_last")
+    workspace = record.get("workspace_bytes")
+    same = [record[name] for name in ("same_bits", "shortcut_same_bits") if name in record]
+    return [
+        record["what"],
+        ", ".join(how),
+        f"{record.get('s_per_gib', record.get('s')) * 1e3:.2f}",
+        _ms(record.get("shortcut_s_per_gib")),
+        "" if workspace is None else f"{workspace / 2**20:.1f}",
+        "" if not same else "yes" if all(same) else "NO",
+    ]
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
 def timed(device: torch.device, make: Make, repeats: int) -> tuple[float, int]:
     """Median seconds of ``make`` and the largest workspace, launch gaps left out."""
     make()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from benchmarks import comparison
+from benchmarks import comparison, kernels
 from benchmarks.cases import Record
 from benchmarks.founders import table as founders
 from benchmarks.records import committed
@@ -115,7 +115,11 @@ def _name(title: str) -> str:
 
 PAGES: Mapping[str, Mapping[str, Callable[[list[Record]], str]]] = {
     "README.md": {"figures": figures},
-    "docs/figures.md": {"frontier": peers, "founders": founders.table},
+    "docs/figures.md": {
+        "frontier": peers,
+        "founders": founders.table,
+        "kernels": lambda _: kernels.table(kernels.committed()),
+    },
 }
 
 

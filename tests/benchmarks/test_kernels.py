@@ -18,3 +18,7 @@ def test_every_question_is_answered(tmp_path: Path) -> None:
     replays = [record for record in found if record["what"] == "replay"]
     assert all(record["same_bits"] and record["s_per_gib"] > 0 for record in replays)
     assert kernels._CAP not in os.environ
+    table = kernels.table(found)
+    assert table.count("\n") == 4 + len(found)
+    assert "| replay | batch norm, torch.bfloat16, channels_last |" in table
+    assert "NO" not in table
