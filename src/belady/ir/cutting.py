@@ -24,6 +24,7 @@ class Cut:
         self.node = -1
         self.copies: dict[int, int] = {}
         self.lasting: list[Draft] = []
+        self.entering: dict[int, Draft] = {}
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -163,6 +164,7 @@ class Cut:
             self._costs(index, at, part, self._precise(given, part))
             self._named(passed_on[0], part)
             writing.places[at, part] = index
+            self.entering[part] = writing.draft(writing.value(passed_on[0], part))
 
     def _costs(self, index: int, at: int, part: int, workspace: int) -> None:
         seconds = self.old.ops[at].device_seconds * self.stretch.size(part) / self.stretch.samples
@@ -191,6 +193,9 @@ class Cut:
             own = [at for at in ops if at not in norm]
             for part in stretch.parts:
                 self._issue(own, part)
+                if part in self.entering:
+                    # Whoever asks autograd for gradients holds what it starts from.
+                    self.entering.pop(part).released = len(writing.ops)
                 added = self._totals(own)
                 for old in added:
                     self._add(old, part, totals, like)

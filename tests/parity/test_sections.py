@@ -1,0 +1,105 @@
+"""Sections under the engine: the bits of the same sections without it, near the whole batch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from belady.ir.plan import Section
+from belady.ir.trace import Tier
+from belady.sections.wrap import wrap
+from tests.parity.test_models import ITERATIONS, expected, train, train_at_the_floor
+from tests.support import training as steps
+from tests.support.models import CLASSES, CNN, Task
+from tests.support.training import Interruption, Step, Training, plain, tight_budget
+
+SECTIONS = (
+    Section(("layers.0",), 3),
+    Section(("layers.1", "layers.2", "layers.3"), 4),
+)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Sequential(
+                nn.Conv2d(3, 8, 3, padding=1),
+                nn.BatchNorm2d(8),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(8, 8, 3, padding=1),
+                nn.BatchNorm2d(8),
+                nn.ReLU(inplace=True),
+                nn.MaxPool2d(2),
+            ),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(0.3),
+            nn.Linear(256, CLASSES),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def cut() -> list[nn.Module]:
+    model = Convolutions()
+    wrap(model, SECTIONS)
+    return [model]
+
+
+WHOLE = Task("whole", lambda: [Convolutions()], CNN.batch)
+CUT = Task("cut", cut, CNN.batch)
+
+
+@pytest.mark.parametrize("policy", ["auto", "hybrid", "floor", "vdnn_all"])
+def test_the_engine_changes_no_bit_of_sections(policy: str, device: str) -> None:
+    run = train(CUT, plain, policy, tight_budget(CUT, plain, policy, device), device)
+    assert run.plan.decisions or device == "cuda"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        steps.autocast,
+        steps.accumulating,
+        steps.evaluating,
+        steps.short_at_the_end,
+        steps.twice_backward,
+        steps.abandoning,
+        Interruption(KeyboardInterrupt, (1, 3)),
+    ],
+    ids=str,
+)
+def test_habit_of_training_changes_no_bit_of_sections(step: Step, device: str) -> None:
+    train_at_the_floor(CUT, step, device)
+
+
+def test_measured_peak_is_the_planned_peak_and_lower() -> None:
+    peaks = []
+    for task in (WHOLE, CUT):
+        run = train_at_the_floor(task, plain, "cpu")
+        assert run.measured is not None
+        assert run.measured.peak(Tier.DEVICE) == run.plan.predicted_peak_bytes
+        assert run.measured.defaults == ()
+        peaks.append(run.plan.predicted_peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
+def test_training_goes_the_same_way_as_on_the_whole_batch(device: str) -> None:
+    whole, cut = (expected(task, plain, device) for task in (WHOLE, CUT))
+    assert whole.keys() == cut.keys()
+    for name in whole:
+        if name.startswith("loss"):
+            assert torch.allclose(whole[name], cut[name], rtol=1e-3)
+
+
+def test_random_numbers_are_those_of_the_whole_batch() -> None:
+    states = []
+    for task in (WHOLE, CUT):
+        Training(task).run(plain, ITERATIONS)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
