@@ -41,7 +41,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 1
+    version: int = 2
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -34,7 +34,7 @@ class Lifetime:
     """
 
     name: str = "lifetime"
-    version: int = 2
+    version: int = 3
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -79,7 +79,9 @@ class Spread:
             if value not in self._alone:
                 continue
             start, stop = self._away(value)
-            wanted = min(int(np.searchsorted(self._times, ends[value])), stop - 1)
+            # The engine acts at anchors: at the next one if there is room until then.
+            ended = self._next_anchor(int(np.searchsorted(self._times, ends[value])))
+            wanted = min(ended, stop - 1)
             until = self._last_anchor(_first_short(self.slack, start, wanted, self._nbytes[value]))
             if until > start:
                 self.slack[start:until] -= self._nbytes[value]
@@ -102,7 +104,8 @@ class Spread:
                 continue
             move = self.moves[value]
             start, stop = self._away(value)
-            wanted = int(np.searchsorted(self._times, due[value], side="right")) - 1
+            begun = int(np.searchsorted(self._times, due[value], side="right")) - 1
+            wanted = self._last_anchor(begun)
             since = _last_short(self.slack, max(wanted, start), stop, self._nbytes[value])
             since = self._next_anchor(since)
             if since <= start:
