@@ -55,9 +55,9 @@ def needed(policy: str, exact: bool = False) -> int:
     return caught.value.smallest_bytes
 
 
-def trained(budget: int, device: str = "cpu") -> tuple[Training, Run]:
-    training = Training(WIDE, device)
-    with belady.virtualize(training.models, budget) as vm:
+def trained(budget: int, policy: str) -> tuple[Training, Run]:
+    training = Training(WIDE)
+    with belady.virtualize(training.models, budget, policy=policy) as vm:
         training.run(plain, ITERATIONS)
         run = vm.run()
         assert "features.0 to features." in vm.report()
@@ -65,9 +65,10 @@ def trained(budget: int, device: str = "cpu") -> tuple[Training, Run]:
     return training, run
 
 
-def test_a_budget_below_one_op_trains_in_slices() -> None:
+@pytest.mark.parametrize("policy", ["auto", "tvdnn_greedy", "tvdnn_ilp"])
+def test_a_budget_below_one_op_trains_in_slices(policy: str) -> None:
     budget = int(needed("floor") * 0.6)
-    training, run = trained(budget)
+    training, run = trained(budget, policy)
     expected = Training(WIDE).run(plain, ITERATIONS)
     for name, tensor in expected.model.state_dict().items():
         torch.testing.assert_close(training.model.state_dict()[name], tensor)

@@ -21,8 +21,8 @@ from belady.sections.stages import is_sequential
 from belady.sections.trial import trial
 from belady.sections.wrap import wrap
 
-# What cuts modules by itself; the others do what they are asked for and no more.
-POLICIES = frozenset({"auto"})
+# What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
+POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
 # Copies of the parameters that an optimizer may keep, most first: Adam's two, or none.
 _COPIES = (2, 0)
 
