@@ -15,29 +15,24 @@ from belady.graph.orders import orders_of
 from belady.graph.parts import Drawn, Part
 from belady.graph.program import program_of
 from belady.graph.trace import draw
+from belady.graph.watching import Lasting, Names
 from belady.ir.plan import Offload, Plan
-from belady.ir.trace import StorageKind, Trace
+from belady.ir.trace import Trace
 from belady.memory.carrier import Carrier
 from tests.support.training import Training
 
 Chooser = Callable[[Trace], Plan]
 
 
-def drawn_of(graph: Captured, args: Sequence[Any], models: Sequence[nn.Module]) -> Drawn:
+def drawn_of(
+    graph: Captured, args: Sequence[Any], models: Sequence[nn.Module], device: torch.device
+) -> Drawn:
     """The trace of one forward and backward of a graph, from what it was traced with."""
     assert graph.joint is not None
-    kinds = {
-        tensor.untyped_storage()._cdata: kind
-        for model in models
-        for tensors, kind in (
-            (model.parameters(), StorageKind.PARAMETER),
-            (model.buffers(), StorageKind.BUFFER),
-        )
-        for tensor in tensors
-    }
-    names: list[int | None] = [arg.untyped_storage()._cdata for arg in args]
+    numbers = Names()
+    names = [numbers.of(arg) for arg in args]
     tangents: list[int | None] = [-1 - place for place in range(len(graph.joint.tangents))]
-    device = torch.device(args[0].device.type)
+    kinds = Lasting.of(models, numbers, device).kinds
     forward = Part(0, "graph", graph.joint, graph.layout, True, names, kinds)
     backward = Part(0, "graph", graph.joint, graph.layout, False, tangents, {})
     return draw([forward, backward], device)
@@ -85,7 +80,7 @@ class PlannedHost:
     def _plan(self, graph: Captured, args: Sequence[Any]) -> tuple[Any, Any]:
         assert graph.joint is not None
         if graph not in self._known:
-            self._known[graph] = drawn_of(graph, args, self._models)
+            self._known[graph] = drawn_of(graph, args, self._models, self.device)
             self.drawn.append(self._known[graph])
         drawn = self._known[graph]
         plan = self._choose(drawn.trace)

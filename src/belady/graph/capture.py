@@ -13,10 +13,10 @@ from torch import fx
 from belady.errors import TraceError
 from belady.graph import doors
 from belady.graph.contents import Contents
-from belady.graph.decompositions import as_eager, refuse_repeated_casts
 from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.program import Program, program_of
+from belady.graph.refusals import refuse_other_bits
 from belady.memory.geometry import below_autograd
 from belady.memory.witness import demand_unchanged
 
@@ -143,7 +143,7 @@ class Captured:
             If this engine cannot carry it out with the bits of plain PyTorch.
         """
         parts = Joint.of(joint, num_fwd_outputs)
-        refuse_repeated_casts(parts)
+        refuse_other_bits(parts, self._host.device)
         layout = Layout.of(parts, self._host.device)
         self.joint, self.layout = parts, layout
         self._host.captured(self)
@@ -194,7 +194,7 @@ def backend_of(host: Host) -> Callable[..., Any]:
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            return doors.compile_joint(module, inputs, Captured(host), as_eager(host.device))
+            return doors.compile_joint(module, inputs, Captured(host))
         except TraceError as error:
             host.not_captured(str(error))
             return module

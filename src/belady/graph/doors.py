@@ -10,7 +10,8 @@ lifetimes hold: when it lets go of the graph, everything saved goes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,11 @@ __all__ = [
 ]
 
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+
+_VERSION_KEYS = {
+    torch._C.DispatchKey.Autograd,
+    torch._C.DispatchKey.CompositeImplicitAutograd,
+}
 
 Runner = Callable[[list[Any]], Any]
 
@@ -58,10 +64,7 @@ class Compilers(Protocol):
 
 
 def compile_joint(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    compilers: Compilers,
-    decompositions: dict[Any, Callable[..., Any]],
+    module: fx.GraphModule, inputs: Sequence[Any], compilers: Compilers
 ) -> Callable[..., Any]:
     """Trace what Dynamo captured into a joint graph and let ``compilers`` make it runnable."""
     backend = aot_autograd(
@@ -69,10 +72,45 @@ def compile_joint(
         bw_compiler=compilers.backward,
         inference_compiler=compilers.inference,
         partition_fn=compilers.partition,
-        decompositions=decompositions,
+        decompositions={},
     )
-    compiled: Callable[..., Any] = backend(module, inputs)
+    with _as_eager():
+        compiled: Callable[..., Any] = backend(module, inputs)
     return compiled
+
+
+@contextmanager
+def _as_eager() -> Iterator[None]:
+    """Trace the ops that plain PyTorch runs.
+
+    Torch holds Python versions of some composite and differentiable ops (dropout, cuDNN's batch
+    norm, bilinear interpolation) that tracing would take instead, and whose bits are others. They
+    are for sizes that are not fixed. That of a native batch norm stays: it updates the running
+    statistics in the open.
+    """
+    taken: list[tuple[Any, Any, Any]] = []
+    try:
+        for op in _python_versions():
+            keys = _VERSION_KEYS & op.py_kernels.keys()
+            taken += [(op, key, op.py_kernels.pop(key)) for key in keys]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+def _python_versions() -> list[Any]:
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    ops = (
+        getattr(packet, overload)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for overload in packet.overloads()  # type: ignore[no-untyped-call]
+    )
+    kept = torch.ops.aten.native_batch_norm.default
+    return [op for op in ops if op is not kept and _VERSION_KEYS & op.py_kernels.keys()]
 
 
 def as_boxed(run: Callable[[list[Any]], Any]) -> Runner:

@@ -129,14 +129,15 @@ class _Drawing:
         start = len(self._ops)
         for node, name in zip(nodes, part.inputs, strict=True):
             storage = part.layout.storage_of.get(node)
-            if storage is None or name is None:
+            if storage is None:
                 continue
-            index = self._named.get(name)
+            index = None if name is None else self._named.get(name)
             if index is None:
-                kind = part.kinds.get(name, StorageKind.INPUT)
+                kind = part.kinds.get(-1 if name is None else name, StorageKind.INPUT)
                 birth = 0 if kind in PERSISTENT else start
                 index = self._new(part.layout.sizes[storage], kind, birth)
-                self._named[name] = index
+                if name is not None:
+                    self._named[name] = index
                 # Whoever calls holds what it calls with; gradients go when backward returns.
                 self._bytes[index].open = True
             elif part.forward:
@@ -276,7 +277,8 @@ class _Drawing:
             if name is not None:
                 self._named[name] = index
             if not part.forward and held.kind is StorageKind.ACTIVATION:
-                of = call.part.inputs[place]
+                inputs = call.part.inputs
+                of = inputs[place] if place < len(inputs) else None
                 if of is not None and call.part.kinds.get(of) is StorageKind.PARAMETER:
                     held.kind = StorageKind.GRADIENT
 

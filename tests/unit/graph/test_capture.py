@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -138,6 +139,55 @@ def test_a_size_that_is_not_fixed_runs_as_plain_pytorch(carrier: Carrier) -> Non
     assert torch.equal(gradients(model, run, x)[0], gradients(model, model, x)[0])
     assert "not fixed" in host.reasons[0]
     assert host.plans == []
+
+
+class Interpolated(nn.Module):
+    """Ops of which torch holds other versions for tracing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.conv(x), 0.3)
+        return F.interpolate(x, scale_factor=1.7, mode="bilinear").square()
+
+
+def test_ops_that_tracing_would_take_apart_keep_their_bits(carrier: Carrier) -> None:
+    model, x = Interpolated(), torch.randn(2, 3, 9, 9)
+    run, host = compiled(model, carrier)
+    run(x)
+    assert host.reasons == []
+    torch.manual_seed(1)
+    expected = gradients(model, model, x)
+    torch.manual_seed(1)
+    assert all(map(torch.equal, gradients(model, run, x), expected))
+
+
+def test_torch_has_its_own_versions_of_ops_again(carrier: Carrier) -> None:
+    op = torch.ops.aten.upsample_bilinear2d.vec
+    before = dict(op.py_kernels)
+    assert torch._C.DispatchKey.Autograd in before
+    compiled(Interpolated(), carrier)[0](torch.randn(2, 3, 9, 9))
+    assert op.py_kernels == before
+
+
+def test_a_gradient_that_tracing_computes_otherwise_is_left_to_plain_pytorch(
+    carrier: Carrier,
+) -> None:
+    class Largest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).max()
+
+    model, x = Largest(), torch.randn(2, 3)
+    run, host = compiled(model, carrier)
+    found, expected = gradients(model, run, x)[0], gradients(model, model, x)[0]
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    assert "aten.max.default" in host.reasons[0]
 
 
 def test_hooks_that_replace_what_is_saved_are_told_so(carrier: Carrier) -> None:

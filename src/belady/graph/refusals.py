@@ -1,0 +1,41 @@
+"""Graphs whose gradients AOTAutograd computes otherwise than plain PyTorch: they are not taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from belady.errors import TraceError
+from belady.graph.joint import Joint
+
+_aten = torch.ops.aten
+# On a CPU plain PyTorch fills a mask where tracing multiplies by one: zeros get other signs.
+_OTHER_ON_CPU = frozenset(
+    {_aten.max.default, _aten.min.default, _aten.median.default, _aten.nanmedian.default}
+)
+
+
+def refuse_other_bits(joint: Joint, device: torch.device) -> None:
+    """Refuse a graph whose gradients would not be plain PyTorch's in every bit.
+
+    Under autocast plain PyTorch casts a parameter once and sums its gradients in the lower
+    precision. AOTAutograd traces without that cache, and the sum is taken in the higher one.
+
+    Raises
+    ------
+    TraceError
+        If it is one.
+    """
+    targets = [step.node.target for step in joint.forward]
+    for target in targets:
+        if device.type == "cpu" and target in _OTHER_ON_CPU:
+            raise TraceError(f"plain PyTorch has another gradient of {target} on a CPU")
+    casts = Counter(
+        (step.node.args[0], step.node.kwargs.get("dtype"))
+        for step in joint.forward
+        if step.node.target is _aten._to_copy.default and step.node.args[0] in joint.primals
+    )
+    for (node, dtype), count in casts.items():
+        if count > 1:
+            raise TraceError(f"{node} is cast to {dtype} {count} times: autocast does it once")
