@@ -17,7 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchDynamoException
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from belady.errors import TraceError
 
 __all__ = [
     "Compilers",
@@ -33,10 +36,8 @@ __all__ = [
 
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
-_VERSION_KEYS = {
-    torch._C.DispatchKey.Autograd,
-    torch._C.DispatchKey.CompositeImplicitAutograd,
-}
+_AUTOGRAD = torch._C.DispatchKey.Autograd
+_VERSION_KEYS = {_AUTOGRAD, torch._C.DispatchKey.CompositeImplicitAutograd}
 
 Runner = Callable[[list[Any]], Any]
 
@@ -66,7 +67,13 @@ class Compilers(Protocol):
 def compile_joint(
     module: fx.GraphModule, inputs: Sequence[Any], compilers: Compilers
 ) -> Callable[..., Any]:
-    """Trace what Dynamo captured into a joint graph and let ``compilers`` make it runnable."""
+    """Trace what Dynamo captured into a joint graph and let ``compilers`` make it runnable.
+
+    Raises
+    ------
+    TraceError
+        If it cannot be traced, or ``compilers`` say so.
+    """
     backend = aot_autograd(
         fw_compiler=compilers.forward,
         bw_compiler=compilers.backward,
@@ -74,8 +81,13 @@ def compile_joint(
         partition_fn=compilers.partition,
         decompositions={},
     )
-    with _as_eager():
-        compiled: Callable[..., Any] = backend(module, inputs)
+    try:
+        with _as_eager():
+            compiled: Callable[..., Any] = backend(module, inputs)
+    except TorchDynamoException:
+        raise  # Dynamo asks itself for something
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise TraceError(str(error)) from error
     return compiled
 
 
@@ -83,10 +95,9 @@ def compile_joint(
 def _as_eager() -> Iterator[None]:
     """Trace the ops that plain PyTorch runs.
 
-    Torch holds Python versions of some composite and differentiable ops (dropout, cuDNN's batch
-    norm, bilinear interpolation) that tracing would take instead, and whose bits are others. They
-    are for sizes that are not fixed. That of a native batch norm stays: it updates the running
-    statistics in the open.
+    Torch holds Python versions of some differentiable ops (dropout, cuDNN's batch norm, bilinear
+    interpolation) that tracing would take instead, and whose bits are others. That of a native
+    batch norm stays: it updates the running statistics in the open.
     """
     taken: list[tuple[Any, Any, Any]] = []
     try:
@@ -110,7 +121,7 @@ def _python_versions() -> list[Any]:
         for overload in packet.overloads()  # type: ignore[no-untyped-call]
     )
     kept = torch.ops.aten.native_batch_norm.default
-    return [op for op in ops if op is not kept and _VERSION_KEYS & op.py_kernels.keys()]
+    return [op for op in ops if op is not kept and _AUTOGRAD in op.py_kernels]
 
 
 def as_boxed(run: Callable[[list[Any]], Any]) -> Runner:

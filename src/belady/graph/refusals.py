@@ -10,6 +10,8 @@ from belady.errors import TraceError
 from belady.graph.joint import Joint
 
 _aten = torch.ops.aten
+# Plain PyTorch looks at the numbers and takes a shorter way where none is zero.
+_OTHER = frozenset({_aten.prod.default, _aten.prod.dim_int})
 # On a CPU plain PyTorch fills a mask where tracing multiplies by one: zeros get other signs.
 _OTHER_ON_CPU = frozenset(
     {_aten.max.default, _aten.min.default, _aten.median.default, _aten.nanmedian.default}
@@ -27,10 +29,10 @@ def refuse_other_bits(joint: Joint, device: torch.device) -> None:
     TraceError
         If it is one.
     """
-    targets = [step.node.target for step in joint.forward]
-    for target in targets:
-        if device.type == "cpu" and target in _OTHER_ON_CPU:
-            raise TraceError(f"plain PyTorch has another gradient of {target} on a CPU")
+    for step in joint.forward:
+        target = step.node.target
+        if target in _OTHER or (device.type == "cpu" and target in _OTHER_ON_CPU):
+            raise TraceError(f"plain PyTorch computes the gradient of {target} otherwise")
     casts = Counter(
         (step.node.args[0], step.node.kwargs.get("dtype"))
         for step in joint.forward
