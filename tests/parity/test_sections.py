@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from belady.ir.plan import Section
+from belady.ir.sections import apply
 from belady.ir.trace import Tier
+from belady.planners import plan
 from belady.sections.wrap import wrap
 from tests.parity.test_models import ITERATIONS, expected, train, train_at_the_floor
 from tests.support import training as steps
@@ -45,14 +49,15 @@ class Convolutions(nn.Module):
         return self.layers(x)
 
 
-def cut() -> list[nn.Module]:
+def cut(sections: Sequence[Section] = SECTIONS) -> list[nn.Module]:
     model = Convolutions()
-    wrap(model, SECTIONS)
+    wrap(model, sections)
     return [model]
 
 
 WHOLE = Task("whole", lambda: [Convolutions()], CNN.batch)
 CUT = Task("cut", cut, CNN.batch)
+WITHOUT_NORM = Task("cut where no batch norm is", lambda: cut(SECTIONS[1:]), CNN.batch)
 
 
 @pytest.mark.parametrize("policy", ["auto", "hybrid", "floor", "vdnn_all"])
@@ -87,6 +92,21 @@ def test_measured_peak_is_the_planned_peak_and_lower() -> None:
         assert run.measured.defaults == ()
         peaks.append(run.plan.predicted_peak_bytes)
     assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("task", "sections", "unforeseen"),
+    [(WITHOUT_NORM, SECTIONS[1:], 0), (CUT, SECTIONS, 1024)],
+    ids=str,
+)
+def test_the_peak_is_foretold_from_an_iteration_without_sections(
+    task: Task, sections: Sequence[Section], unforeseen: int
+) -> None:
+    observed, real = (train_at_the_floor(it, plain, "cpu") for it in (WHOLE, task))
+    predicted = plan("floor", apply(observed.trace, sections), real.hardware, real.plan.budget)
+    # Of a batch norm, vectors of one number a channel.
+    gap = real.plan.predicted_peak_bytes - predicted.predicted_peak_bytes
+    assert 0 <= gap <= unforeseen
 
 
 def test_training_goes_the_same_way_as_on_the_whole_batch(device: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import SectionError
+from belady.forwards import plain_forward
 from belady.sections.batchnorm import BatchNorm, uses_batch_statistics
 
 _HOOKS = (
@@ -58,12 +59,6 @@ def own_steps(module: nn.Module) -> list[Step]:
     return [Step(module, plain_forward(module))]
 
 
-def plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward of the module's class, whatever stands in its place."""
-    bound: Callable[..., Any] = type(module).forward.__get__(module)
-    return bound
-
-
 def is_sequential(module: nn.Module) -> bool:
     """Whether a module does nothing but call its children one after another."""
     return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
@@ -110,7 +105,8 @@ def _unfit(part: nn.Module, whole: bool, own: bool) -> str:
             return (
                 "needs the statistics of the whole batch in the middle of another module's forward"
             )
-    if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+    drops = isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
+    if part.training and (drops or isinstance(part, nn.RReLU)):
         return "draws random numbers, and slices would draw others than the batch"
     return ""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import SectionError
+from belady.forwards import Forward, plain_forward
 from belady.ir.plan import Section
 from belady.sections.call import SlicedCall
 from belady.sections.slices import bounds
@@ -20,7 +19,6 @@ from belady.sections.stages import (
     is_sequential,
     modules_in,
     own_steps,
-    plain_forward,
     refuse_unfit,
     run_steps,
     split,
@@ -46,7 +44,9 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
     -----
     Results differ from the unsectioned ones by the order of sums alone: a parameter's gradient is
     the sum of the slices' gradients in ascending order; a BatchNorm in training mode uses
-    the statistics of the whole batch. Gradients of gradients are refused.
+    the statistics of the whole batch. Gradients of gradients are refused. What code of modules' own
+    does to the batch (random numbers, sums over samples) is not seen here: ask
+    `belady.sections.allowed.reasons` first, and `belady.sections.trial.trial`.
 
     Returns
     -------
@@ -56,8 +56,8 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
     Raises
     ------
     SectionError
-        If a section cannot run in slices whatever its input. `belady.sections.allowed` looks
-        at ops and numbers as well. A call raises it too, for what only a call can show.
+        If a section cannot run in slices whatever its input. A call raises it too, for what only
+        a call can show.
     """
     stand_ins = StandIns()
     stretches: dict[nn.Module, list[Stretch]] = {}
@@ -133,33 +133,17 @@ class Stretch:
         )
 
 
-class _Forward:
-    """Stands on a module in the place of its forward.
-
-    An attribute of the instance, where `state_dict`, names and hooks do not see it. It pickles and
-    copies as the forward of the class, bound to the copy.
-    """
+class _Forward(Forward):
+    """What a module with sections does in the place of its forward."""
 
     def __init__(self, owner: nn.Module, stretches: Sequence[Stretch], stand_ins: StandIns) -> None:
-        functools.update_wrapper(self, plain_forward(owner), updated=())
-        # Not a strong one: the owner holds this.
-        self._owner = weakref.ref(owner)
+        super().__init__(owner)
         self._stretches = {stretch.children[:1]: stretch for stretch in stretches}
         self._stand_ins = stand_ins
 
-    def attach(self) -> None:
-        """Take the place."""
-        vars(self._alive())["forward"] = self
-
-    def detach(self) -> None:
-        """Give the place back, if it is still this one's."""
-        owner = self._owner()
-        if owner is not None and vars(owner).get("forward") is self:
-            del vars(owner)["forward"]
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        owner = self._alive()
+        owner = self.alive()
         with self._stand_ins.lock:
             whole = self._stretches.get(())
             if whole is not None:
@@ -177,14 +161,6 @@ class _Forward:
                 input = child(input)
             left = max(0, left - 1)
         return input
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._alive(), "forward")
-
-    def _alive(self) -> nn.Module:
-        owner = self._owner()
-        assert owner is not None
-        return owner
 
 
 def locate(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.Module, Stretch]:

@@ -370,6 +370,7 @@ REFUSED: list[tuple[nn.Module, tuple[Section, ...], str]] = [
     (hooked(), (BOTH,), "Tanh has hooks"),
     (patched(), (BOTH,), "Tanh has another forward"),
     (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), (BOTH,), "Dropout draws random numbers"),
+    (nn.Sequential(nn.Linear(3, 3), nn.RReLU()), (BOTH,), "RReLU draws random numbers"),
     (nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)), (BOTH,), "from other processes"),
     (block(), (Section(("0", "2"), 2),), "not consecutive modules of one parent"),
     (block(), (Section(("0",), 1),), "at least two slices"),
