@@ -40,7 +40,15 @@ CHOSEN = frozenset(
     }
 )  # fmt: skip
 # They seed the generator themselves while they are called, which a captured graph does not repeat.
-SEEDING = frozenset({"bernoulli", "normal", "svd_lowrank", "pca_lowrank"})
+SEEDING = frozenset(
+    {
+        "bernoulli",
+        "nn.functional.multi_head_attention_forward",
+        "normal",
+        "pca_lowrank",
+        "svd_lowrank",
+    }
+)
 SPARSE = frozenset({"sparse.sampled_addmm", "sparse.mm"})
 OPERATORS = [
     op
