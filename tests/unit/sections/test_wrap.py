@@ -238,6 +238,25 @@ def test_a_user_who_checkpoints_inside() -> None:
     assert_same_in_sections(model, torch.randn(5, 3), children(range(2), 2))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_user_who_checkpoints_around(reentrant: bool) -> None:
+    model, twin, _ = twins(block(), children(range(5), 3))
+    x = images().double().requires_grad_()
+    found = []
+    for module in (model, twin):
+        checkpoint(module, x, use_reentrant=reentrant).square().mean().backward()
+        found.append([x.grad, *(parameter.grad for parameter in module.parameters())])
+        x.grad = None
+    assert_alike([found[0]], [found[1]], torch.float64)
+
+
+def test_functional_transforms_are_an_error() -> None:
+    model = block()
+    wrap(model, [children(range(5), 3)])
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda y: model(y).sum())(images())
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_interrupted_call_leaves_the_module_usable(error: type[BaseException]) -> None:
     def fail(self: Any, x: Tensor) -> Tensor:
