@@ -83,6 +83,8 @@ def _line(row: Row, ours: list[Row]) -> str:
     first = row.first
     host = first.get("host_bytes", first.get("torch_pinned_bytes"))
     equal = {True: "yes", False: "no", None: ""}[first.get("equal")]
+    if first.get("numerics"):
+        equal += f" ({', '.join(first['numerics'])})"
     cells = (
         first["method"],
         _gib(first.get("budget_bytes")) or "none",

@@ -8,13 +8,13 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 
 import belady
-from belady.ir.plan import Budget
+from belady.errors import InfeasibleBudgetError
 from belady.ir.run import Run
 from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Tier
@@ -203,10 +203,13 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
     if run is None:
         return {}
     begun = time.perf_counter()
-    plan(policy, run.trace, run.hardware, Budget(2**62))
+    # A floor that goes on without the stated margin is no plan of any policy.
+    with suppress(InfeasibleBudgetError):
+        plan(policy, run.trace, run.hardware, run.plan.budget)
     planning = time.perf_counter() - begun
     record: Record = {
         "planner": run.plan.planner,
+        "numerics": list(run.plan.numerics),
         "planning_seconds": planning,
         "moved_values": len(run.plan.decisions),
         "predicted_peak_bytes": run.plan.predicted_peak_bytes,

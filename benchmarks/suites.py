@@ -44,6 +44,16 @@ def _founders() -> Iterable[Case]:
         yield Case(net, method, "own", precision, shared=True)
 
 
+def _shares() -> Iterable[Case]:
+    """The default policy at shares of the plain peak, and where only slices of an op fit."""
+    for net, layout in (("resnet50", False), ("resnet50", True), ("vit", False), ("gpt2", False)):
+        yield Case(net, "plain", precision="bf16", channels_last=layout)
+        for share in ("75%", "50%", "33%"):
+            yield Case(net, OURS + "auto", share, "bf16", channels_last=layout, shared=True)
+    for precision in ("tf32", "fp32"):
+        yield Case("vgg19", OURS + "auto", "12GiB", precision)
+
+
 def _save_on_cpu() -> Iterable[Case]:
     """At the peak that save_on_cpu needs, and at two budgets above."""
     for method in ("plain", "save_on_cpu"):
@@ -90,6 +100,7 @@ SUITES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "fits": _fits,
     "plain": _plain,
     "founders": _founders,
+    "shares": _shares,
     "save_on_cpu": _save_on_cpu,
     "peers": _peers,
     "oracle": _oracle,

@@ -100,7 +100,9 @@ def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
     outcomes = {(r["method"], r["budget"]): r["outcome"] for r in found}
     assert outcomes.pop(("trl", "smallest")) == "absent"
     assert set(outcomes.values()) == {"ok"}, found
-    assert all(record["equal"] for record in found if "equal" in record)
+    # At its smallest cap ours runs modules in slices, which it says.
+    assert all(r["equal"] != bool(r.get("numerics")) for r in found if "equal" in r)
+    assert any(r.get("numerics") == ["sections"] for r in found)
     _capped_cases_keep_to_their_caps(found)
     assert {point.series for point in points([r for r in found if r["outcome"] == "ok"])} == {
         "plain", "belady:auto", "bound", "checkpoint",
