@@ -24,14 +24,30 @@ def find(trace: Trace, sections: Iterable[Section]) -> list[Stretch]:
     stretches = [
         _Search(trace, section, index).stretch()
         for section in sections
-        for index in range(len(trace.roots))
-        if forward_ops(trace, section, index) or index == 0
+        for index in _passes(trace, section)
     ]
     numbered: list[Stretch] = []
     for stretch in sorted(stretches, key=lambda stretch: stretch.forward):
         start = numbered[-1].parts.stop if numbered else 0
         numbered.append(replace(stretch, parts=range(start, start + len(stretch.sizes))))
     return numbered
+
+
+def _passes(trace: Trace, section: Section) -> list[int]:
+    """Passes in which a section runs; paths of two roots may be the same."""
+    found = [index for index in range(len(trace.roots)) if forward_ops(trace, section, index)]
+    roots = sorted({trace.roots[index] for index in found})
+    if len(roots) != 1:
+        where = " and ".join(roots) or "no pass"
+        raise PlanMismatchError(
+            f"section {title(section)!r} cannot be applied: {where} of this trace has ops of it"
+        )
+    return found
+
+
+def title(section: Section) -> str:
+    """A section in a message."""
+    return "…".join(dict.fromkeys((section.modules[0], section.modules[-1])))
 
 
 def forward_ops(trace: Trace, section: Section, index: int) -> tuple[int, ...]:
@@ -57,10 +73,8 @@ class _Search:
         self.trace = trace
         self.section = section
         self.index = index
-        self.name = "…".join(dict.fromkeys((section.modules[0], section.modules[-1])))
+        self.name = title(section)
         self.forward = forward_ops(trace, section, index)
-        if not self.forward:
-            self.refuse("the trace has no op of it")
         self.backward = self.find_backward()
         self.stages, self.norms = self.find_stages()
 

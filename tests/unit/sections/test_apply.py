@@ -20,7 +20,7 @@ from belady.ir.sections import apply, names
 from belady.ir.trace import Trace
 from belady.measure.static import static_trace
 from belady.sections.wrap import wrap
-from tests.unit.measure.watching import CPU, observed, ops_named, saves_of
+from tests.unit.measure.watching import CPU, Watch, observed, ops_named, saves_of
 from tests.unit.sections.comparing import children
 
 
@@ -215,6 +215,29 @@ def test_values_have_names() -> None:
             assert cut.storages[value.storage].nbytes in (whole * 2 // 5, whole * 3 // 5, whole)
 
 
+def test_every_pass_of_a_root_is_cut_and_two_roots_are_not_guessed_between() -> None:
+    model, other = network(), nn.Sequential(nn.Linear(5, 5))
+    section = children([2, 3], 2)
+
+    def iteration(*roots: nn.Module) -> Trace:
+        watch = Watch(*roots)
+        value: Any = images(8)
+        losses = []
+        for root in roots:
+            losses.append(watch.call(root, value))
+            value = losses[-1] if root is model and other in roots else images(8)
+        losses[-1].sum().backward()
+        if other not in roots:
+            losses[0].sum().backward()
+        return watch.finish()
+
+    twice = iteration(model, model)
+    assert len(ops_named(apply(twice, [section]), "relu.default")) == 4
+    with pytest.raises(PlanMismatchError, match="Sequential and TwoRoots"):
+        apply(replace(twice, roots=("Sequential", "TwoRoots")), [section])
+    assert len(ops_named(apply(iteration(model, other), [section]), "relu.default")) == 2
+
+
 def test_no_section_changes_nothing() -> None:
     plain = observed(normed(), images(16))
     assert apply(plain, []) == plain
@@ -237,7 +260,7 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize(
     ("model", "section", "reason"),
     [
-        (nn.Sequential(nn.Linear(4, 4)), Section(("7",), 2), "no op of it"),
+        (nn.Sequential(nn.Linear(4, 4)), Section(("7",), 2), "no pass of this trace has ops of it"),
         (nn.Sequential(nn.Linear(4, 4)), Section(("0",), 9), "fewer samples than there are slices"),
         (Twice(), Section(("layer",), 2), "not consecutive, or it is called more"),
         (nn.Sequential(nn.Linear(4, 4), Mixing()), Section(("1",), 2), "batch cannot be told"),
