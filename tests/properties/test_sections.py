@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -83,6 +83,8 @@ def test_random_stacks_give_the_numbers_of_the_whole_batch(
         assert_same_in_sections(model, x, section, dtype=dtype)
 
 
+# An example is an iteration traced, and two observed.
+@settings(max_examples=settings.default.max_examples // 3)
 @given(stacks())
 def test_the_trace_foretells_saves_and_peak(case: tuple[nn.Sequential, Tensor, Section]) -> None:
     model, x, section = case
