@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from belady.errors import InfeasibleBudgetError, StaleValueError
 from belady.graph.engine import Compiled, compiled
+from belady.graph.joint import Joint
 from belady.graph.kinds import Kind, Stage
+from belady.graph.layout import Layout
 from belady.ir.plan import Offload
+from belady.ir.trace import Tier
 from tests.support.models import CLASSES, CNN, GAN, GPT, LSTM, TIED, Residual, Task
 from tests.support.training import (
     Step,
@@ -90,6 +93,11 @@ def test_a_model_trains_in_its_smallest_budget(step: Step, device: str) -> None:
     assert run.measured is not None
     if device == "cpu":
         assert run.plan.decisions
+        predicted, replays = run.plan.predicted_peak_bytes, run.predicted.replay_seconds
+        measured = run.measured.peak(Tier.DEVICE)
+        assert measured <= predicted
+        if step is plain and replays == 0:
+            assert measured > predicted - 4096
 
 
 @pytest.mark.parametrize("task", [GPT, TIED, GAN], ids=str)
@@ -140,6 +148,22 @@ def test_a_budget_that_cannot_be_kept_is_refused_before_anything_runs() -> None:
     assert refusal.value.smallest_bytes > 1000
     after = training.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bytes_that_are_not_as_traced_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train(CNN, plain, ROOM, "floor", "cpu").session.notes == []
+    torch._dynamo.reset()
+    of = Layout.of
+
+    def wrong(joint: Joint, device: torch.device) -> Layout:
+        layout = of(joint, device)
+        relu = next(n for n in layout.storage_of if n.name == "relu")
+        layout.sizes[layout.storage_of[relu]] += 4096
+        return layout
+
+    monkeypatch.setattr(Layout, "of", wrong)
+    (note,) = train(CNN, plain, ROOM, "floor", "cpu").session.notes
+    assert note.startswith("aten.relu.default lies on other bytes")
 
 
 # -- several graphs an iteration ------------------------------------------------------------------

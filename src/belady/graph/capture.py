@@ -32,6 +32,10 @@ class Watch(Protocol):
         """It was issued."""
         ...
 
+    def seen(self, made: tuple[Any, ...]) -> None:
+        """Tensors came back, or were made again."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -180,7 +184,7 @@ class Captured:
         turn = self._host.enter(self, args)
         with below_autograd():
             results, saved, versions = turn.program.forward(args, turn.contents, turn.watch)
-            token = torch.empty(0)
+            token = torch.empty(0, device="cpu")
         state = token._belady = State(self, turn, saved, versions)  # type: ignore[attr-defined]
         self._host.left(self, state, results)
         return [*results, token]

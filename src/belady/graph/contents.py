@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -94,6 +94,12 @@ class Content:
             self._home = _current_stream(self._carrier.device)
             self._arrival = self._parcel.fetch()
 
+    @property
+    def incoming(self) -> tuple[torch.Tensor, ...]:
+        """The device bytes that were taken for it and not given yet."""
+        arrival = () if self._arrival is None else (self._arrival.tensor,)
+        return arrival if self._decoded is None else (self._decoded,)
+
     def take(self) -> torch.Tensor:
         """Give the bytes, making the reader's stream wait for the copy-in, and hold them no more.
 
@@ -128,12 +134,18 @@ class Contents:
     """The contents of one iteration, by value: what generated code calls.
 
     Only weakly held here, since a value lives as long as the state that holds it: copies of a
-    graph that was thrown away are not made.
+    graph that was thrown away are not made. ``landing`` is told of device bytes taken.
     """
 
-    def __init__(self, carrier: Carrier, tiers: Mapping[int, Tier]) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        tiers: Mapping[int, Tier],
+        landing: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
+    ) -> None:
         self._carrier = carrier
         self._tiers = tiers
+        self._landing = landing
         self._live: dict[int, weakref.ref[Content]] = {}
 
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
@@ -172,6 +184,8 @@ class Contents:
         if content is not None:
             with unseen():
                 content.bring()
+            if self._landing is not None:
+                self._landing(content.incoming)
 
     def _find(self, value: int) -> Content | None:
         known = self._live.get(value)

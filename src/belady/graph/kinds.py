@@ -10,7 +10,6 @@ from belady.graph.capture import Captured
 from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
-from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
@@ -88,6 +87,10 @@ class Kind:
         Drawn from its first iteration.
     force
         The plan in force; None while it is observed.
+    counting
+        The same, watched, for the iteration whose bytes are counted; only on a CPU.
+    peak_bytes
+        Device peak of that iteration.
     deviations
         Iterations in a row that went otherwise.
     observed
@@ -99,7 +102,8 @@ class Kind:
     order: Order = ()
     warm: Drawn | None = None
     force: Force | None = None
-    hardware: HardwareProfile | None = None
+    counting: Force | None = None
+    peak_bytes: int = 0
     samples: list[Sample] = field(default_factory=list)
     measured: Measured | None = None
     deviations: int = 0
@@ -117,7 +121,7 @@ class Kind:
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
         self.stage, self.force, self.warm, self.deviations = Stage.WARM, None, None, 0
-        self.samples, self.measured = [], None
+        self.samples, self.measured, self.counting, self.peak_bytes = [], None, None, 0
 
 
 def settled(drawn: Drawn, before: Drawn | None) -> Drawn:

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from belady.errors import PlanMismatchError
 from belady.graph.joint import Step
-from belady.graph.parts import Drawn, Part
+from belady.graph.parts import Drawn, ops_of
 from belady.ir.plan import Encode, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Phase
@@ -105,12 +105,6 @@ def _steps(drawn: Drawn, call: int, decision: Recompute) -> tuple[Step, ...]:
     if not all(0 <= op - start < len(ops) for op in decision.ops):
         raise PlanMismatchError(f"ops {decision.ops} are not all of graph call {call}")
     return tuple(ops[op - start] for op in decision.ops)
-
-
-def ops_of(part: Part) -> list[Step]:
-    """The steps of a part that are ops of its trace."""
-    steps = part.joint.forward if part.forward else part.joint.backward
-    return [step for step in steps if part.layout.is_op(step)]
 
 
 def _parts_of(drawn: Drawn, *, forward: bool) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from belady.graph.joint import Joint
+from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 from belady.ir.trace import StorageKind, Trace
 
@@ -72,3 +72,9 @@ class Drawn:
     parts: tuple[Part, ...]
     starts: tuple[int, ...]
     values: tuple[dict[int, int], ...]
+
+
+def ops_of(part: Part) -> list[Step]:
+    """The steps of a part that are ops of its trace."""
+    steps = part.joint.forward if part.forward else part.joint.backward
+    return [step for step in steps if part.layout.is_op(step)]

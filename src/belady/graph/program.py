@@ -245,7 +245,9 @@ class _Part:
         self._call(step)
         if self._writer.watched:
             shown = [self.names[node] for node in step.made]
-            self.code.add(f"watch.stop(({''.join(name + ', ' for name in shown)}))", shown)
+            # What it read is there until it has been watched, as it is while it runs.
+            held = [*shown, *(self.names[node] for node in step.inputs)]
+            self.code.add(f"watch.stop(({''.join(name + ', ' for name in shown)}))", held)
 
     def demand(self, node: fx.Node) -> str:
         """Have a node defined; what only shows bytes is made where it is first needed. Its name."""
@@ -274,6 +276,9 @@ class _Part:
                 target = node in replay.targets
                 names[node] = self.names[node] if target else f"again{replay.storage}_{node.name}"
             self.code.step(step, names, function_again(step))
+            if self._writer.watched:
+                shown = [names[node] for node in step.made]
+                self.code.add(f"watch.seen(({''.join(name + ', ' for name in shown)}))", shown)
         self.defined.update(replay.targets)
 
     def _call(self, step: Step) -> None:

@@ -9,21 +9,18 @@ from typing import Any
 
 import torch
 
-from belady.errors import InfeasibleBudgetError
 from belady.graph import doors
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
-from belady.graph.kinds import Force, Kind, Order, Policy, Stage, settled
-from belady.graph.parts import Drawn, Part
+from belady.graph.kinds import Kind, Order, Policy, Stage, settled
+from belady.graph.parts import Part
+from belady.graph.planning import Planning, name_of, part_of
 from belady.graph.trace import draw
-from belady.graph.watching import Lasting, Names, Watched
+from belady.graph.watching import Counted, Watched
 from belady.ir.hardware import HardwareProfile
-from belady.ir.legality import check
-from belady.ir.plan import Plan
 from belady.ir.run import Run
 from belady.measure.monitor import Monitor, Sample, summarize
 from belady.memory.carrier import Carrier
-from belady.planners import plan as make_plan
 from belady.simulate.engine import simulate
 
 _DEVIATIONS = 2
@@ -48,6 +45,7 @@ class _Iteration:
     kind: Kind
     contents: Contents | None
     watched: Watched | None
+    counted: Counted | None
     sample: Sample
     graphs: list[Captured] = field(default_factory=list)
     order: list[tuple[int, bool]] = field(default_factory=list)
@@ -81,12 +79,11 @@ class Session:
         self.reasons: dict[str, int] = {}
         self.notes: list[str] = []
         self._modules = list(modules)
-        self._policy = policy
+        self._planning = Planning(self._modules, policy, hardware, carrier)
         self._hardware = hardware
         self._carrier = carrier
         self._monitor = Monitor(self.device, carrier)
         self._kinds: dict[Captured, Kind] = {}
-        self._floors: dict[tuple[Captured, bool], Force] = {}
         self._iteration: _Iteration | None = None
         self._latest: Kind | None = None
         self._closed = False
@@ -117,12 +114,16 @@ class Session:
         iteration.order.append((call, True))
         force, kind = iteration.kind.force, iteration.kind
         if force is not None and kind.graphs[call : call + 1] == (graph,):
-            return Turn(force.programs[call], iteration.contents, None, (iteration, call))
+            counted = iteration.counted
+            if counted is not None and kind.counting is not None:
+                counted.seen(args)
+                force = kind.counting
+            return Turn(force.programs[call], iteration.contents, counted, (iteration, call))
         iteration.strayed = iteration.strayed or force is not None
         watched = iteration.watched
-        floor = self._floor(graph, args, watched=watched is not None)
+        floor = self._planning.floor(graph, args, watched=watched is not None)
         if watched is not None:
-            watched.enter(_part(graph, call, args, watched.names, watched.lasting), args)
+            watched.enter(part_of(graph, call, args, watched.names, watched.lasting), args)
         contents = Contents(self._carrier, floor.tiers)
         return Turn(floor.programs[0], contents, watched, (iteration, call))
 
@@ -142,11 +143,13 @@ class Session:
         iteration, call = state.turn.tag
         iteration.order.append((call, False))
         watched = iteration.watched
+        if iteration.counted is not None:
+            iteration.counted.seen(args)
         if watched is not None:
             names = [watched.names.of(arg) for arg in args]
             joint, layout = state.graph.joint, state.graph.layout
             assert joint is not None
-            part = Part(call, _name(call), joint, layout, False, names, watched.lasting.kinds)
+            part = Part(call, name_of(call), joint, layout, False, names, watched.lasting.kinds)
             watched.enter(part, args)
 
     def left_backward(self, state: State, results: Sequence[Any]) -> None:
@@ -204,62 +207,38 @@ class Session:
         kind = self._kinds.setdefault(graph, Kind())
         watched = Watched.begin(self._modules, self.device) if kind.watched else None
         force = kind.force
-        contents = None if force is None else Contents(self._carrier, force.tiers)
+        counted = None
+        if kind.counting is not None:
+            counted = Counted(self._modules, self._hardware.allocator)
+        contents = None
+        if force is not None:
+            landing = None if counted is None else counted.seen
+            contents = Contents(self._carrier, force.tiers, landing)
         sample = self._monitor.begin(0 if kind.stage is Stage.STEADY else 1)
-        self._iteration = _Iteration(kind, contents, watched, sample)
+        self._iteration = _Iteration(kind, contents, watched, counted, sample)
         return self._iteration
-
-    def _floor(self, graph: Captured, args: Sequence[Any], *, watched: bool) -> Force:
-        known = self._floors.get((graph, watched))
-        if known is None:
-            names = Names()
-            lasting = Lasting.of(self._modules, names, self.device)
-            forward = _part(graph, 0, args, names, lasting)
-            tangents: list[int | None] = [-1 - i for i in range(len(forward.joint.tangents))]
-            backward = Part(0, "", forward.joint, forward.layout, False, tangents, {})
-            seen = set(forward.inputs)
-            unseen = sum(n for name, n in lasting.sizes.items() if name not in seen)
-            drawn = draw([forward, backward], self.device, unseen)
-            plan = self._first_plan(drawn)
-            known = Force.of([graph], drawn, plan, watched=watched)
-            self._floors[graph, watched] = known
-        return known
-
-    def _first_plan(self, drawn: Drawn) -> Plan:
-        """The floor, or what the policy has that takes less."""
-        hardware, policy = self._hardware, self._policy
-        try:
-            return make_plan("floor", drawn.trace, hardware, policy.budget, exact=policy.exact)
-        except InfeasibleBudgetError:
-            return make_plan(policy.name, drawn.trace, hardware, policy.budget, exact=policy.exact)
 
     def _observed(self, iteration: _Iteration, watched: Watched, order: Order) -> None:
         kind = iteration.kind
         kind.observed += 1
+        for op in sorted(watched.surprises):
+            note = f"{op} lies on other bytes than it was traced with: what is predicted may be off"
+            if note not in self.notes:
+                self.notes.append(note)
         drawn = None
         if _is_whole(order):
             parts, unseen = watched.finish(), watched.unseen_bytes()
             drawn = draw(parts, self.device, unseen, watched.released)
         same = drawn is not None and kind.same(iteration.graphs, order)
         if kind.stage is Stage.TIMED and same and drawn is not None:
-            self._put_in_force(kind, settled(drawn, kind.warm))
+            self._planning.put_in_force(kind, settled(drawn, kind.warm))
+            self._latest = kind
         elif kind.observed >= _OBSERVED:
             # No two alike: it stays at the floor, which needs no plan.
             kind.stage = Stage.STEADY
         else:
             kind.stage = Stage.WARM if drawn is None else Stage.TIMED
             kind.graphs, kind.order, kind.warm = tuple(iteration.graphs), order, drawn
-
-    def _put_in_force(self, kind: Kind, drawn: Drawn) -> None:
-        policy = self._policy
-        plan = make_plan(
-            policy.name, drawn.trace, self._hardware, policy.budget, exact=policy.exact
-        )
-        verdict = check(drawn.trace, self._hardware, plan, policy.budget)
-        self._carrier.reserve(verdict.host_bytes)
-        kind.force = Force.of(kind.graphs, drawn, plan)
-        kind.stage = Stage.SETTLING
-        self._latest = kind
 
     def _carried_out(self, iteration: _Iteration, order: Order) -> None:
         kind = iteration.kind
@@ -271,11 +250,13 @@ class Session:
             return
         kind.deviations = 0
         if kind.stage is Stage.SETTLING:
+            counted, kind.counting = iteration.counted, None
+            kind.peak_bytes = 0 if counted is None else counted.peak_bytes
             kind.stage = Stage.VERIFYING
         elif kind.stage is Stage.VERIFYING:
             kind.samples.append(iteration.sample)
             if len(kind.samples) == _VERIFIED:
-                kind.measured = summarize(kind.samples, 0, ())
+                kind.measured = summarize(kind.samples, kind.peak_bytes, ())
                 kind.stage = Stage.STEADY
 
 
@@ -283,14 +264,3 @@ def _is_whole(order: Order) -> bool:
     """Whether every call had one backward, no more and no less."""
     calls = [call for call, forward in order if forward]
     return sorted(call for call, forward in order if not forward) == calls
-
-
-def _part(graph: Captured, call: int, args: Sequence[Any], names: Names, lasting: Lasting) -> Part:
-    if graph.joint is None:
-        raise RuntimeError("a graph that was not cut cannot be called")
-    inputs = [names.of(arg) for arg in args]
-    return Part(call, _name(call), graph.joint, graph.layout, True, inputs, lasting.kinds)
-
-
-def _name(call: int) -> str:
-    return f"graph {call}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.graph.doors import tensors_on
-from belady.graph.parts import Part, Timing
+from belady.graph.joint import Step
+from belady.graph.parts import Part, Timing, ops_of
+from belady.ir.hardware import Allocator
 from belady.ir.trace import StorageKind
 from belady.measure.clock import clock_for
 
@@ -36,10 +38,13 @@ class Names:
             self._references.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return known
 
+    def lives(self, number: int) -> bool:
+        """Whether a storage is still there."""
+        return not self._references[number].expired()  # type: ignore[no-untyped-call]
+
     def holders(self, number: int) -> int:
         """How many tensors lie on a storage now."""
-        reference = self._references[number]
-        return 0 if reference.expired() else tensors_on(reference)  # type: ignore[no-untyped-call]
+        return tensors_on(self._references[number]) if self.lives(number) else 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class Watched:
     released
         Names of storages that came in or went out, and the part before which nobody outside held
         them any more.
+    surprises
+        Ops whose results lay on other bytes, or on more or fewer, than they were traced with.
     """
 
     device: torch.device
@@ -87,6 +94,9 @@ class Watched:
     allocated_bytes: int
     parts: list[Part] = field(default_factory=list)
     released: dict[int, int] = field(default_factory=dict)
+    surprises: set[str] = field(default_factory=set)
+    _lies_on: dict[tuple[int, int], int] = field(default_factory=dict)
+    _steps: Iterator[Step] = field(default_factory=lambda: iter(()))
     _outside: dict[int, None] = field(default_factory=dict)
     _saved: dict[int, list[int]] = field(default_factory=dict)
     _host: list[float] = field(default_factory=list)
@@ -114,6 +124,18 @@ class Watched:
         """It was issued."""
         self._host.append(perf_counter() - self._begun)
         self._clock.stop()
+        step = next(self._steps)
+        part = self.parts[-1]
+        for node, item in zip(step.made, made, strict=True):
+            storage, name = part.layout.storage_of.get(node), self.names.of(item)
+            if storage is not None and name is not None:
+                known = self._lies_on.setdefault((part.call, storage), name)
+                nbytes = item.untyped_storage().nbytes()
+                if known != name or part.layout.sizes[storage] not in (0, nbytes):
+                    self.surprises.add(str(step.node.target))
+
+    def seen(self, made: tuple[Any, ...]) -> None:
+        """Tensors came back, or were made again: nothing that a trace would tell."""
 
     def enter(self, part: Part, args: Sequence[Any]) -> None:
         """A part begins."""
@@ -135,6 +157,7 @@ class Watched:
         if not part.forward:
             self._saved.pop(part.call, None)
         self.parts.append(part)
+        self._steps = iter(ops_of(part))
 
     def leave(self, results: Sequence[Any], saved: Sequence[torch.Tensor] = ()) -> None:
         """It has run, and left ``saved`` on storages that others may hold too."""
@@ -192,3 +215,37 @@ class Watched:
         for name, tensor, version in self._inputs.pop(call, ()):
             if tensor._version != version:
                 part.overwritten.add(name)
+
+
+class Counted:
+    """Counts the bytes that live storages hold, op by op, where no allocator does.
+
+    Attributes
+    ----------
+    peak_bytes
+        Most bytes held at once, each storage rounded up.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], allocator: Allocator) -> None:
+        self.peak_bytes = 0
+        self._allocator = allocator
+        self._names = Names()
+        self._sizes: dict[int, int] = {}
+        lasting = Lasting.of(modules, self._names, torch.device("cpu"))
+        self._sizes |= {name: allocator.held(n) for name, n in lasting.sizes.items()}
+
+    def start(self) -> None:
+        """An op follows."""
+
+    def seen(self, made: Iterable[Any]) -> None:
+        """Count tensors from now on, for as long as they live."""
+        for item in made:
+            name = self._names.of(item)
+            if name is not None and item.device.type == "cpu":
+                self._sizes[name] = self._allocator.held(item.untyped_storage().nbytes())
+
+    def stop(self, made: tuple[Any, ...]) -> None:
+        """An op was issued: count what is held now."""
+        self.seen(made)
+        self._sizes = {name: n for name, n in self._sizes.items() if self._names.lives(name)}
+        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))

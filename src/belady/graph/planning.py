@@ -1,0 +1,108 @@
+"""Plans for captured graphs: before one has run, and when an iteration was observed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from belady.errors import InfeasibleBudgetError
+from belady.graph.capture import Captured
+from belady.graph.kinds import Force, Kind, Policy, Stage
+from belady.graph.parts import Drawn, Part
+from belady.graph.trace import draw
+from belady.graph.watching import Lasting, Names
+from belady.ir.hardware import HardwareProfile
+from belady.ir.legality import check
+from belady.ir.plan import Plan
+from belady.memory.carrier import Carrier
+from belady.planners import plan as make_plan
+
+
+class Planning:
+    """Asks the policy.
+
+    Parameters
+    ----------
+    modules
+        The models whose parameters the graphs take.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        policy: Policy,
+        hardware: HardwareProfile,
+        carrier: Carrier,
+    ) -> None:
+        self._modules = modules
+        self._policy = policy
+        self._hardware = hardware
+        self._carrier = carrier
+        self._floors: dict[tuple[Captured, bool], Force] = {}
+
+    def floor(self, graph: Captured, args: Sequence[Any], *, watched: bool) -> Force:
+        """How a graph runs that no plan covers: what may move moves.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan of the policy fits.
+        """
+        known = self._floors.get((graph, watched))
+        if known is None:
+            names = Names()
+            lasting = Lasting.of(self._modules, names, self._carrier.device)
+            forward = part_of(graph, 0, args, names, lasting)
+            tangents: list[int | None] = [-1 - i for i in range(len(forward.joint.tangents))]
+            backward = Part(0, "", forward.joint, forward.layout, False, tangents, {})
+            seen = set(forward.inputs)
+            unseen = sum(n for name, n in lasting.sizes.items() if name not in seen)
+            drawn = draw([forward, backward], self._carrier.device, unseen)
+            plan = self._first_plan(drawn)
+            known = Force.of([graph], drawn, plan, watched=watched)
+            self._floors[graph, watched] = known
+        return known
+
+    def _first_plan(self, drawn: Drawn) -> Plan:
+        """The floor, or what the policy has that takes less."""
+        hardware, policy = self._hardware, self._policy
+        try:
+            return make_plan("floor", drawn.trace, hardware, policy.budget, exact=policy.exact)
+        except InfeasibleBudgetError:
+            return make_plan(policy.name, drawn.trace, hardware, policy.budget, exact=policy.exact)
+
+    def put_in_force(self, kind: Kind, drawn: Drawn) -> None:
+        """Plan a kind of iteration.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan of the policy fits.
+        """
+        policy = self._policy
+        plan = make_plan(
+            policy.name, drawn.trace, self._hardware, policy.budget, exact=policy.exact
+        )
+        verdict = check(drawn.trace, self._hardware, plan, policy.budget)
+        self._carrier.reserve(verdict.host_bytes)
+        kind.force = Force.of(kind.graphs, drawn, plan)
+        if self._carrier.device.type == "cpu":
+            kind.counting = Force.of(kind.graphs, drawn, plan, watched=True)
+        kind.stage = Stage.SETTLING
+
+
+def part_of(
+    graph: Captured, call: int, args: Sequence[Any], names: Names, lasting: Lasting
+) -> Part:
+    """The forward of a call with ``args``."""
+    if graph.joint is None:
+        raise RuntimeError("a graph that was not cut cannot be called")
+    inputs = [names.of(arg) for arg in args]
+    return Part(call, name_of(call), graph.joint, graph.layout, True, inputs, lasting.kinds)
+
+
+def name_of(call: int) -> str:
+    """What a call is called."""
+    return f"graph {call}"
