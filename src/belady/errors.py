@@ -14,6 +14,7 @@
     ├── StaleValueError             (RuntimeError) a saved tensor was changed in place
     ├── TraceError                  an iteration that cannot be traced
     ├── SectionError                modules that cannot run in slices along the batch
+    ├── OrderError                  a gradient that the coordinated order cannot give
     └── MissingExtraError           (ImportError)  an optional dependency is absent
 
 Errors of the user's own code are never wrapped: they come out as they went in.
@@ -99,6 +100,10 @@ class TraceError(BeladyError):
 
 class SectionError(BeladyError):
     """Modules cannot run in slices along the batch; the message says which and why."""
+
+
+class OrderError(BeladyError):
+    """A layer goes backward in the coordinated order, and is asked for what that cannot give."""
 
 
 class MissingExtraError(BeladyError, ImportError):

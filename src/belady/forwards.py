@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return bound
 
 
-class Forward:
+class Forward(ABC):
     """Stands on a module in the place of its forward; a subclass says what it does instead.
 
     An attribute of the instance, where `state_dict`, names and hooks do not see it. It pickles and
@@ -27,6 +28,10 @@ class Forward:
         functools.update_wrapper(self, plain_forward(owner), updated=())
         # Not a strong one: the owner holds this.
         self._owner = weakref.ref(owner)
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
 
     def attach(self) -> None:
         """Take the place."""

@@ -21,6 +21,7 @@ NAMES = [
     "DocumentError",
     "InfeasibleBudgetError",
     "MissingExtraError",
+    "OrderError",
     "OutOfMemoryError",
     "PlanMismatchError",
     "SectionError",

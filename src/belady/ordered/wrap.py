@@ -1,0 +1,64 @@
+"""Lets layers go backward in the coordinated order until it is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from belady.forwards import Forward, plain_forward
+from belady.ordered.call import LAYERS, call, fits
+
+
+def ordered(model: nn.Module) -> Callable[[], None]:
+    """Let the convolutions and linear layers of ``model`` go backward in the coordinated order.
+
+    The gradients of the parameters come first, then the saved input is let go of, and only then
+    is the gradient of the input computed: of the same size, it takes the input's place, where
+    plain PyTorch holds both. Nothing is gained where somebody else holds the input as well, such
+    as a ReLU that has saved it as its output.
+
+    Every `torch.nn.Conv1d`, ``Conv2d``, ``Conv3d`` and `torch.nn.Linear` takes part, but no
+    subclass, and no module with another forward than its class. A call whose input or weight needs
+    no gradient runs as before, and so does one under torch.compile, functorch's transforms or
+    forward-mode differentiation. Results are the same in every bit: the same kernels run on the
+    same numbers. Names, parameters, ``state_dict`` and hooks are as before. Copies and pickles of
+    the model run plainly.
+
+    Gradients of gradients are refused in backward (`OrderError`).
+
+    Returns
+    -------
+    Callable
+        Undoes it, once; graphs that exist by then still run backward in this order.
+
+    Notes
+    -----
+    Source: Jin, Liu et al., "Layrub: Layer-centric GPU Memory Reuse and Data Migration in Extreme-
+    scale Deep Learning Systems", ACM TACO 15(3), article 37 (2018): intra-layer reuse.
+    """
+    places = [_InOrder(module) for module in model.modules() if _takes_part(module)]
+    for place in places:
+        place.attach()
+
+    def undo() -> None:
+        while places:
+            places.pop().detach()
+
+    return undo
+
+
+class _InOrder(Forward):
+    """What a layer does in the place of its forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        owner = self.alive()
+        if len(args) != 1 or kwargs or not fits(owner, args[0]):
+            return plain_forward(owner)(*args, **kwargs)
+        return call(owner, *args)
+
+
+def _takes_part(module: nn.Module) -> bool:
+    return type(module) in LAYERS and vars(module).keys().isdisjoint({"forward", "_conv_forward"})
