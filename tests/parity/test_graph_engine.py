@@ -20,12 +20,10 @@ from tests.support.models import CLASSES, CNN, GAN, GPT, LSTM, TIED, Residual, T
 from tests.support.training import (
     Step,
     Training,
-    abandoning,
     accumulating,
     adversarial,
     autocast,
     by_hand,
-    clipping,
     differences,
     evaluating,
     plain,
@@ -81,7 +79,7 @@ def kinds_of(engine: Compiled) -> list[Kind]:
 
 @pytest.mark.parametrize(
     "step",
-    [plain, autocast, accumulating, zeroing_first, clipping, evaluating, abandoning, by_hand],
+    [plain, autocast, accumulating, evaluating, by_hand],
     ids=lambda step: step.__name__,
 )
 def test_a_model_trains_in_its_smallest_budget(step: Step, device: str) -> None:
@@ -213,7 +211,7 @@ def test_graphs_between_breaks_share_one_plan(device: str) -> None:
     assert all(kind.stage is Stage.STEADY for kind in kinds_of(engine))
 
 
-@pytest.mark.parametrize("policy", ["floor", "lifetime", "hybrid"])
+@pytest.mark.parametrize("policy", ["floor", "hybrid"])
 def test_one_graph_called_once_a_block_has_orders_for_each_call(policy: str) -> None:
     training = Training(BLOCKS)
     model = training.model

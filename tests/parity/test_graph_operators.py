@@ -29,7 +29,7 @@ from tests.parity.graphs import PlannedHost
 from tests.parity.racing import random_plan
 from tests.support.operators import Sample, same, samples
 
-STRIDE, OFFSET, SAMPLES = 20, 5, 1
+STRIDE, OFFSET, SAMPLES = 40, 5, 1
 CHOSEN = frozenset(
     {
         "max", "matmul", "nn.functional.batch_norm", "nn.functional.conv2d",
