@@ -59,7 +59,8 @@ def virtualize(
         CPU: bytes of live storages.
     policy
         ``"auto"``, ``"hybrid"``, ``"lifetime"``, ``"vdnn_all"``, ``"vdnn_conv"``,
-        ``"vdnn_dyn"``, ``"tvdnn_ilp"``, ``"tvdnn_greedy"``, ``"floor"`` or ``"baseline"``.
+        ``"vdnn_dyn"``, ``"tvdnn_ilp"``, ``"tvdnn_greedy"``, ``"layrub_hybrid"``,
+        ``"layrub_inter"``, ``"layrub_intra"``, ``"floor"`` or ``"baseline"``.
     host_budget, disk_budget
         Most bytes of pinned host memory and of disk; None is what the machine has.
     spill_dir

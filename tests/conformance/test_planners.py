@@ -136,7 +136,7 @@ def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
     start = time.process_time()
     made = plan(policy, long_chain, hardware, Budget(smallest))
     seconds = time.process_time() - start
-    assert made.decisions or policy == "baseline"
+    assert made.decisions or policy in ("baseline", "layrub_intra")
     # The design asks for less than a minute for thirty thousand ops.
     assert seconds < 20
 

@@ -22,6 +22,7 @@ from belady.eager.key import Key, walk
 from belady.eager.kinds import Kind, Planning, Policy, Stage
 from belady.eager.lasting import Gradients, settle_state
 from belady.eager.limits import refuse_infeasible
+from belady.eager.ordering import Ordering
 from belady.eager.replay import Recipes
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
@@ -75,6 +76,7 @@ class Conductor:
         self._persistent: set[int] = set()
         self._policy, self._hardware = policy, hardware
         self._cutting = Cutting(policy, hardware)
+        self._ordering = Ordering(policy, hardware)
         below = tuple(t for t in (Tier.HOST, Tier.DISK) if hardware.capacity(t) > 0)
         self._floor = Immediate(
             leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
@@ -91,6 +93,7 @@ class Conductor:
     def close(self) -> None:
         """Leave gradients where they are from now on."""
         self._cutting.close()
+        self._ordering.close()
         self._gradients.close()
         self._for_gradients.close()
         self._for_state.close()
@@ -172,15 +175,21 @@ class Conductor:
         return stage, sample
 
     def _admit(self, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
-        """Refuse what cannot fit, unless it can in slices."""
+        """Refuse what cannot fit, unless it can in the coordinated order or in slices."""
         if module in self._cutting:
             # A trace without bytes is of the modules as they are; now the cap is the judge.
             return
+        self._ordering.begin(self._modules)
         try:
             refuse_infeasible(module, call, self._hardware, self._policy)
-        except InfeasibleBudgetError:
-            if not self._cutting.cut(module, call, self.carrier.device):
-                raise
+        except InfeasibleBudgetError as error:
+            # The order comes first: it changes no bit.
+            refusal = self._ordering.answer(error, module, call)
+            if refusal is None:
+                return
+            with self._ordering.given_up(module):
+                if not self._cutting.cut(module, call, self.carrier.device):
+                    raise refusal from None
             self._planning.numerics = ("sections",)
 
     def _take_down(self, kind: Kind, sample: Sample) -> None:
@@ -199,7 +208,7 @@ class Conductor:
         measured = trial.measured or next(
             (old.measured for old in reversed(kind.tried) if old.plan is trial.plan), None
         )
-        notes = (*self._cutting.said, *self._planning.notes)
+        notes = (*self._ordering.said, *self._cutting.said, *self._planning.notes)
         return Run(kind.trace, trial.hardware, trial.plan, predicted, measured, notes, versions)
 
     @property

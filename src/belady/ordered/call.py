@@ -127,7 +127,7 @@ class _ConvolutionInput(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.conv, ctx.geometry = conv, (x.shape, x.stride(), x.dtype)
-        return x.new_empty(()).expand(shape)
+        return torch.empty((), dtype=x.dtype, device=x.device).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -158,7 +158,7 @@ class _LinearInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return x.new_empty(()).expand(shape)
+        return torch.empty((), dtype=x.dtype, device=x.device).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -35,8 +35,8 @@ def ordered(model: nn.Module) -> Callable[[], None]:
 
     Notes
     -----
-    Source: Jin, Liu et al., "Layrub: Layer-centric GPU Memory Reuse and Data Migration in Extreme-
-    scale Deep Learning Systems", ACM TACO 15(3), article 37 (2018): intra-layer reuse.
+    Source: Jin, Liu et al., ACM TACO 15(3), article 37 (2018): Layrub's intra-layer reuse; see
+    `belady.planners.layrub`.
     """
     places = [_InOrder(module) for module in model.modules() if _takes_part(module)]
     for place in places:

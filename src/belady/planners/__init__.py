@@ -19,6 +19,7 @@ from belady.planners.base import Planner
 from belady.planners.baseline import BASELINE
 from belady.planners.floor import FLOOR
 from belady.planners.hybrid import HYBRID
+from belady.planners.layrub import LAYRUB_HYBRID, LAYRUB_INTER, LAYRUB_INTRA
 from belady.planners.lifetime import LIFETIME
 from belady.planners.tvdnn_greedy import TVDNN_GREEDY
 from belady.planners.tvdnn_ilp import TVDNN_ILP
@@ -28,7 +29,7 @@ __all__ = ["POLICIES", "Planner", "plan", "smallest_budget"]
 
 _PLANNERS: tuple[Planner, ...] = (
     *(AUTO, HYBRID, LIFETIME, VDNN_ALL, VDNN_CONV, VDNN_DYN, TVDNN_ILP, TVDNN_GREEDY),
-    *(FLOOR, BASELINE),
+    *(LAYRUB_HYBRID, LAYRUB_INTER, LAYRUB_INTRA, FLOOR, BASELINE),
 )
 # Planners by the name that users give, the default first.
 POLICIES: Mapping[str, Planner] = MappingProxyType({it.name: it for it in _PLANNERS})

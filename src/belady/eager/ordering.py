@@ -1,0 +1,94 @@
+"""Puts the coordinated order in force: for Layrub's policies always, for `auto` where it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from belady.eager.kinds import Policy
+from belady.eager.limits import refuse_infeasible
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import HardwareProfile
+from belady.ordered.wrap import ordered
+
+ALWAYS = frozenset({"layrub_intra", "layrub_hybrid"})
+AS_NEEDED = frozenset({"auto"})
+
+_WHAT = (
+    "convolutions and linear layers take the gradients of their parameters first, so that the "
+    "gradient of the input takes the input's place ({}): results are the same"
+)
+
+
+class Ordering:
+    """The modules whose layers go backward in the coordinated order.
+
+    Attributes
+    ----------
+    said
+        What a user should know of it, one sentence.
+    """
+
+    def __init__(self, policy: Policy, hardware: HardwareProfile) -> None:
+        self.said: list[str] = []
+        self._policy = policy
+        self._hardware = hardware
+        self._undo: dict[nn.Module, Callable[[], None]] = {}
+
+    def begin(self, roots: Iterable[nn.Module]) -> None:
+        """Order the layers of the roots if the policy always does."""
+        if self._policy.name in ALWAYS:
+            for root in roots:
+                self._put(root, "as the policy has it")
+
+    def answer(
+        self, refusal: InfeasibleBudgetError, module: nn.Module, call: tuple[Any, Any]
+    ) -> InfeasibleBudgetError | None:
+        """Order the layers of ``module``, of which a call was refused, if it fits then.
+
+        Returns
+        -------
+        InfeasibleBudgetError or None
+            What there is to say if it does not; then all layers run as before.
+        """
+        if self._policy.name not in AS_NEEDED or module in self._undo:
+            return refusal
+        self._put(module, "the budget is too small otherwise")
+        try:
+            refuse_infeasible(module, call, self._hardware, self._policy)
+        except InfeasibleBudgetError as error:
+            self.release(module)
+            # A traceback keeps the frames of all callers, and with them the user's tensors.
+            return min(refusal, error.with_traceback(None), key=lambda it: it.smallest_bytes)
+        return None
+
+    @contextmanager
+    def given_up(self, module: nn.Module) -> Iterator[None]:
+        """Let the layers of ``module`` run as they were made, unless the body raises."""
+        before = self._undo.get(module), self.said
+        self.release(module)
+        try:
+            yield
+        except BaseException:
+            if before[0] is not None:
+                self._undo[module], self.said = ordered(module), before[1]
+            raise
+
+    def release(self, module: nn.Module) -> None:
+        """Let the layers of ``module`` run as they were made."""
+        if module in self._undo:
+            self._undo.pop(module)()
+            self.said = self.said if self._undo else []
+
+    def close(self) -> None:
+        """Let all layers run as they were made."""
+        for module in list(self._undo):
+            self.release(module)
+
+    def _put(self, module: nn.Module, why: str) -> None:
+        if module not in self._undo:
+            self._undo[module] = ordered(module)
+            self.said = [_WHAT.format(why)]

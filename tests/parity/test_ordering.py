@@ -1,0 +1,179 @@
+"""Layers in the coordinated order, through `belady.virtualize`: less memory, every bit the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import belady
+from belady.errors import InfeasibleBudgetError, OrderError
+from belady.ir.run import Run
+from belady.ir.trace import Tier
+from tests.support.models import Task
+from tests.support.training import Training, differences, footprint, plain
+
+ITERATIONS = range(6)
+ORDERED = "take the gradients of their parameters first"
+
+
+class Decoder(nn.Module):
+    """What its last convolution reads is wide, and nobody else saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 256))
+        self.picture = nn.Sequential(
+            nn.Conv2d(4, 16, 3, padding=1),
+            nn.GELU(),
+            nn.Upsample(scale_factor=8),
+            nn.Conv2d(16, 3, 3, padding=1),
+            nn.AvgPool2d(8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.picture(self.code(x).unflatten(1, (4, 8, 8))).flatten(1)
+
+
+def codes(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 10, (size,), generator=generator)
+    return torch.randn(size, 32, generator=generator), labels
+
+
+DECODER = Task("decoder", lambda: [Decoder()], codes)
+
+
+def needed(policy: str, exact: bool = False) -> int:
+    """Smallest budget that a refusal names."""
+    training = Training(DECODER)
+    vm = belady.virtualize(training.models, 1 << 16, policy=policy, exact=exact)
+    with vm, pytest.raises(InfeasibleBudgetError) as caught:
+        training.loss(0)
+    return caught.value.smallest_bytes
+
+
+@pytest.fixture(scope="module")
+def between() -> int:
+    """A budget that suffices in order, and not as the model was made."""
+    floor, ordered = needed("layrub_inter"), needed("layrub_hybrid")
+    assert ordered < 0.9 * floor
+    return (floor + ordered) // 2
+
+
+def trained(budget: int, policy: str, exact: bool = False) -> tuple[Training, Run, str]:
+    training = Training(DECODER)
+    with belady.virtualize(training.models, budget, policy=policy, exact=exact) as vm:
+        training.run(plain, ITERATIONS)
+        run, report = vm.run(), vm.report()
+    assert run is not None
+    assert run.measured is not None
+    assert run.measured.peak(Tier.DEVICE) <= budget
+    if not run.predicted.replay_seconds:  # comparing replays takes bytes of its own
+        assert run.measured.peak(Tier.DEVICE) == run.predicted.peak(Tier.DEVICE)
+    assert run.measured.defaults == ()
+    assert differences(Training(DECODER).run(plain, ITERATIONS).outcome(), training.outcome()) == []
+    return training, run, report
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_auto_orders_before_it_cuts(between: int, exact: bool) -> None:
+    training, run, report = trained(between, "auto", exact)
+    assert ORDERED in report
+    assert run.plan.numerics == ()
+    assert not any("forward" in vars(module) for module in training.model.modules())
+
+
+def test_auto_leaves_the_order_alone_when_it_need_not() -> None:
+    _, _, report = trained(1 << 30, "auto")
+    assert ORDERED not in report
+
+
+def test_hybrid_both_moves_and_orders(between: int) -> None:
+    _, run, report = trained(between, "layrub_hybrid")
+    assert ORDERED in report
+    assert run.plan.planner == "layrub_hybrid/1"
+    assert not run.plan.moves_nothing
+
+
+def test_intra_needs_less_than_keeping_everything() -> None:
+    budget = needed("layrub_intra")
+    assert budget < needed("baseline")
+    _, run, report = trained(int(1.1 * budget), "layrub_intra")
+    assert ORDERED in report
+    assert run.plan.moves_nothing
+
+
+def test_inter_moves_in_the_order_of_plain_pytorch() -> None:
+    _, run, report = trained(int(1.2 * needed("layrub_inter")), "layrub_inter")
+    assert ORDERED not in report
+    assert not run.plan.moves_nothing
+
+
+def test_the_smallest_budget_that_auto_names_counts_on_the_order() -> None:
+    assert needed("auto") < 0.9 * needed("floor")
+    trained(needed("auto"), "auto")
+
+
+@pytest.mark.parametrize("policy", ["floor", "layrub_inter", "baseline"])
+def test_nobody_else_orders(policy: str, between: int) -> None:
+    training = Training(DECODER)
+    vm = belady.virtualize(training.models, between, policy=policy)
+    with vm, pytest.raises(InfeasibleBudgetError):
+        training.loss(0)
+
+
+def test_afterwards_everything_is_as_it_was(between: int) -> None:
+    training = Training(DECODER).run(plain, range(1))
+    before = footprint(training.model.modules()), list(training.model.state_dict())
+    with belady.virtualize(training.models, between):
+        training.run(plain, range(3))
+        assert list(training.model.state_dict()) == before[1]
+        assert "forward" in vars(training.model.code[0])
+    assert (footprint(training.model.modules()), list(training.model.state_dict())) == before
+
+
+def test_a_refused_budget_leaves_layers_as_they_were_made() -> None:
+    training = Training(DECODER)
+    with belady.virtualize(training.models, 1 << 19, exact=True):
+        with pytest.raises(InfeasibleBudgetError):
+            training.loss(0)
+        assert not any("forward" in vars(module) for module in training.model.modules())
+
+
+def test_a_larger_batch_that_needs_slices_gets_them(between: int) -> None:
+    training, expected = Training(DECODER), Training(DECODER)
+    with belady.virtualize(training.models, between) as vm:
+        for size in (8, 8, 8, 24, 24, 24, 24, 8, 8, 8, 24, 24, 24, 24, 24, 24):
+            for each in (training, expected):
+                loss = each.loss(0, size)
+                loss.backward()
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+                each.losses.append(loss.detach())
+        report = vm.report()
+    assert "slices along the batch" in report
+    assert ORDERED not in report
+    for one, two in zip(training.losses, expected.losses, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_larger_batch_that_is_refused_leaves_the_order_in_force(between: int) -> None:
+    training = Training(DECODER)
+    with belady.virtualize(training.models, between, exact=True):
+        training.run(plain, range(1))
+        with pytest.raises(InfeasibleBudgetError):
+            training.loss(0, 64)
+        assert "forward" in vars(training.model.code[0])
+        training.run(plain, range(1, 5))
+    expected = Training(DECODER).run(plain, range(5))
+    assert differences(expected.outcome(), training.outcome()) == []
+
+
+def test_a_gradient_of_a_gradient_says_what_to_do(between: int) -> None:
+    training = Training(DECODER)
+    with belady.virtualize(training.models, between, policy="layrub_hybrid"):
+        loss = training.loss(0)
+        with pytest.raises(OrderError, match="another policy"):
+            torch.autograd.grad(loss, list(training.model.parameters()), create_graph=True)
+        del loss
+        training.run(plain, range(1))
