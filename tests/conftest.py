@@ -45,8 +45,8 @@ def nothing_held_by_save_on() -> Iterator[None]:
 def nothing_compiled() -> Iterator[None]:
     """Where code was compiled nothing is recomputed: each test has a process of its own in this."""
     yield
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is not None and frames.FRAME_COUNTER:
+    calls = sys.modules.get("belady.measure.calls")
+    if calls is not None and calls.compiled_anything():
         sys.modules["torch._dynamo"].reset()
 
 

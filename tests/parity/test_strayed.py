@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import belady
+from belady.eager.digests import digest
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Plan, Recompute
 from belady.ir.run import Run
+from belady.measure.calls import _numbers
+from belady.memory.geometry import content_of
 from tests.support.models import Task
 from tests.support.training import Training, differences, footprint, plain, raising
 
@@ -148,7 +153,7 @@ def test_what_no_call_shows_is_an_error_and_then_replayed_no_more(replaying: lis
         training.run(plain, range(BEFORE))
         before = [parameter.detach().clone() for parameter in model.parameters()]
         model.swapped = True
-        with pytest.raises(PlanMismatchError, match="parameters are untouched"):
+        with pytest.raises(PlanMismatchError, match="no optimizer has used them"):
             training.loss(0).backward()
         assert all(map(torch.equal, before, model.parameters()))
         training.optimizer.zero_grad()
@@ -273,3 +278,80 @@ def test_compiling_later_ends_replays(
     assert run is not None
     assert replayed(replaying[0]) > 0
     assert replayed(run.plan) == 0
+
+
+def test_nothing_is_replayed_among_processes(
+    replaying: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert replayed(compared(same, BEFORE).plan) == 0
+
+
+def test_an_error_that_was_caught_still_stops_the_optimizer(replaying: list[Plan]) -> None:
+    training = Training(SHAPE)
+    model = training.model
+    assert isinstance(model, Shape)
+    with belady.virtualize(training.models, ROOM):
+        training.run(plain, range(BEFORE))
+        model.swapped = True
+        loss = training.loss(0)
+        with suppress(PlanMismatchError):
+            loss.backward()
+        before = model.first.weight.detach().clone()
+        with pytest.raises(PlanMismatchError):
+            training.optimizer.step()
+        assert torch.equal(before, model.first.weight)
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (1, 2),
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (np.float32(1), np.float32(2)),
+        (np.int64(1), np.int64(2)),
+        (Kind.ONE, Kind.TWO),
+        ((1, 2), (2, 1)),
+        (slice(1, 2), slice(1, 3)),
+        ("a", "b"),
+        (None, 0),
+        (nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))),
+    ],
+)
+def test_arguments_that_differ_are_told_apart(before: object, after: object) -> None:
+    first, same_again, other = (_numbers((it,), {"way": 1}) for it in (before, before, after))
+    assert first is not None
+    assert first == same_again
+    assert first != other
+
+
+def test_an_argument_that_cannot_be_compared_is_not_trusted() -> None:
+    assert _numbers((object(),), {}) is None
+    assert _numbers((1, [np.ones(2)]), {}) is None
+    assert _numbers((torch.ones(2),), {"out": [torch.ones(2)]}) is not None
+
+
+@pytest.mark.parametrize("columns", [1021, 1024, 2042, 512])
+def test_digests_tell_moved_and_turned_tensors_apart(columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, two = (torch.randn(8, columns, generator=generator) for _ in range(2))
+    wide = torch.randn(8, columns, generator=generator, dtype=torch.float64)
+    pairs = [
+        (torch.cat([one, two]), torch.cat([two, one])),
+        (one, one.roll(1, 0)),
+        (one, -one),
+        (wide, -wide),
+        (wide, wide.flip(1)),
+    ]
+    for first, other in pairs:
+        digests = [
+            digest(content_of(it, 0, it.untyped_storage().nbytes())) for it in (first, other)
+        ]
+        assert not torch.equal(*digests)

@@ -28,7 +28,7 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
-from belady.measure.calls import Learner, compiled_anything
+from belady.measure.calls import Learner
 from belady.measure.clock import NoClock, clock_for
 from belady.measure.events import with_events
 from belady.measure.monitor import Monitor, Sample
@@ -124,7 +124,7 @@ class Conductor:
             kind = self._kinds[key] = Kind()
             if len(self._kinds) > _KINDS:
                 del self._kinds[next(iter(self._kinds))]
-        if kind.engine is not None and not kind.replays_hold(kind.engine):
+        if kind.engine is not None and not self._planning.replays_hold(kind.engine):
             kind.observe_again()
         if kind.current is None or kind.engine is not None:
             # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
@@ -227,7 +227,7 @@ class Conductor:
     def _observation(self, kind: Kind) -> Observation | None:
         device = self.carrier.device
         if kind.stage in (Stage.WARM, Stage.TIMED):
-            learns = kind.stage is Stage.TIMED and kind.replays and not compiled_anything()
+            learns = kind.stage is Stage.TIMED and self._planning.may_replay()
             trials = Trials(Learner(kind.varying), clock_for(device)) if learns else None
             return Observation(device, clock_for(device), self._modules, trials)
         if kind.stage is Stage.SETTLING and device.type == "cpu":
@@ -241,8 +241,9 @@ class Conductor:
         if kind.stage is Stage.TIMED and trace and watched and passes == kind.passes:
             trials, recipes = watched.recorder.trials, Recipes()
             if trials is not None:
-                owners, calls = watched.recorder.owners, trials.learner.passes
-                recipes = Recipes(trials.recipes, owners, calls, kind.varying)
+                owners, learner = watched.recorder.owners, trials.learner
+                known = learner.passes, learner.varying, kind.varying
+                recipes = Recipes(trials.recipes, owners, *known)
             self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
         elif kind.observed >= _OBSERVED:
             # No two alike: it stays at the floor, which needs no plan.

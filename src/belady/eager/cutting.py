@@ -101,6 +101,10 @@ def _may(
     device: torch.device,
 ) -> bool:
     taken = inputs.get(model.get_submodule(section.modules[0]))
+    owner = model.get_submodule(section.modules[0].rpartition(".")[0])
+    if len(section.modules) > 1 and owner not in inputs:
+        # Its children are called one by one, and nothing would be cut.
+        return False
     if taken is None or not taken.dtype.is_floating_point or reasons(model, section, trace):
         return False
     try:

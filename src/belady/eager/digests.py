@@ -10,19 +10,22 @@ from torch.autograd import Variable
 from belady.errors import PlanMismatchError
 
 _WORD = 8
-# A prime, so that no power of two of bytes moves within its column when it moves by itself.
-_COLUMNS = 1021
+# Primes. One is taken that does not divide the number of words: then no sizes of a tensor are whole
+# rows of the table, and some words are left over and compared as they are (a sign turned in all).
+_COLUMNS = (1021, 1019, 1013, 1009, 997)
 _task: Any = torch._C._current_graph_task_id
 
 
 def digest(content: torch.Tensor) -> torch.Tensor:
-    """Sums of words, each word in one of 1,021 columns in turn, and the bytes that are left over.
+    """Sums of words, each word in one of about 1,000 columns in turn, and the bytes left over.
 
     One pass over the bytes. Not seen: words that change places with others of their column, and
     changes that cancel each other out in one.
     """
-    whole = content.numel() // (_WORD * _COLUMNS) * (_WORD * _COLUMNS)
-    table = content[:whole].view(torch.int64).view(-1, _COLUMNS)
+    words = content.numel() // _WORD
+    columns = next((count for count in _COLUMNS if words % count), _COLUMNS[0])
+    whole = words // columns * columns * _WORD
+    table = content[:whole].view(torch.int64).view(-1, columns)
     return torch.cat([table.sum(0), content[whole:].to(torch.int64)])
 
 
@@ -36,17 +39,21 @@ class Digests:
     ----------
     refuted
         Whether any replay ever came out otherwise.
+    wrong
+        Why the gradients of the passes since `forget` cannot be used, or empty.
     """
 
     def __init__(self) -> None:
         self.refuted = False
+        self.wrong = ""
         # One flag a stream: each is complete in the order of its own stream.
         self._differ: dict[Any, torch.Tensor] = {}
         self._task = -1
 
     def forget(self) -> None:
-        """Drop what an iteration that came to nothing has left."""
+        """A pass begins: drop what one that came to nothing has left."""
         self._differ.clear()
+        self.wrong = ""
 
     def compare(self, saved: torch.Tensor, replayed: torch.Tensor) -> None:
         """Compare the digest of a saved value with that of its replay.
@@ -79,12 +86,19 @@ class Digests:
         for stream, differ in flags.items():
             if stream is not None:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
-            if differ.item():
-                self.refuted = True
-        if flags and self.refuted:
-            raise PlanMismatchError(
-                "bytes that forward saved were made again and came out otherwise: the program "
-                "computes something else than when it was observed. The gradients of this backward "
-                "are wrong; parameters are untouched. Set the gradients to zero and go on: nothing "
-                "is recomputed any more. policy='lifetime' never recomputes"
-            )
+            if differ.item() and not self.wrong:
+                self.refute(
+                    "bytes that forward saved were made again and came out otherwise: the program "
+                    "computes something else than when it was observed"
+                )
+        if self.wrong:
+            raise PlanMismatchError(self.wrong)
+
+    def refute(self, why: str) -> None:
+        """A replay cannot be right; the next `demand_equal` says so."""
+        self.refuted = True
+        self.wrong = (
+            f"{why}. The gradients of this backward are wrong, and no optimizer has used them. Set "
+            "them to zero and go on: nothing is recomputed any more. policy='lifetime' never "
+            "recomputes"
+        )

@@ -7,9 +7,27 @@ from typing import Any
 
 import torch
 
+from belady.measure.calls import compiled_anything
+
 _autograd = torch._C._autograd
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
+
+
+def aside_from_compile(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``hook`` as code that torch.compile leaves alone, where it is used at all.
+
+    Within a compiled callable it would compile the frames of hooks too.
+    """
+    if not compiled_anything():
+        return hook
+
+    # A function, not a method: Dynamo marks it by attributes.
+    def alone(given: Any) -> Any:
+        return hook(given)
+
+    left: Callable[[Any], Any] = torch.compiler.disable(alone)  # type: ignore[no-untyped-call]
+    return left
 
 
 class HookPair:

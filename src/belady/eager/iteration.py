@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from belady.eager.content import unpack
-from belady.eager.hooks import HookPair, Pack, Unpack
+from belady.eager.hooks import HookPair, Pack, Unpack, aside_from_compile
 from belady.eager.immediate import Immediate
 from belady.eager.key import Key
 from belady.eager.planned import Planned
@@ -76,6 +76,9 @@ class Iteration:
         index = len(self.passes)
         self.passes.append(key)
         covered = index < len(self._expected) and self._expected[index] == key
+        if self._engine is not None:
+            # A pass after an error: its gradients are asked for anew.
+            self._engine.digests.forget()
         if self.observation is not None:
             self.observation.enter_pass(module, call)
         pair = self._hooks(index, covered)
@@ -160,7 +163,9 @@ class Iteration:
             pack, take = self._engine.pack, self._engine.unpack
         if self.observation is not None:
             pack, take = watched(self.observation.recorder, pack, take)
-        return HookPair(pack if self._calls is None else self._calls.around(pack), take)
+        if self._calls is not None:
+            pack = self._calls.around(pack)
+        return HookPair(aside_from_compile(pack), aside_from_compile(take))
 
 
 def _calls_of(engine: Planned | None, observation: Observation | None) -> Calls | None:

@@ -77,8 +77,6 @@ class Kind:
         How its ops are run again.
     varying
         Calls of the program whose numbers change from iteration to iteration.
-    replays
-        Whether anything of it may be recomputed.
     current
         The plan in force; None while it is observed.
     tried
@@ -97,7 +95,6 @@ class Kind:
     trace: Trace | None = None
     recipes: Recipes = field(default_factory=Recipes)
     varying: set[tuple[int, int]] = field(default_factory=set)
-    replays: bool = True
     current: Trial | None = None
     engine: Planned | None = None
     tried: list[Trial] = field(default_factory=list)
@@ -105,12 +102,6 @@ class Kind:
     peak_bytes: int = 0
     deviations: int = 0
     observed: int = 0
-
-    def replays_hold(self, engine: Planned) -> bool:
-        """Whether ``engine`` may go on to recompute: nothing came out otherwise, all is seen."""
-        if engine.digests.refuted:
-            self.replays = False
-        return engine.calls is None or (self.replays and not compiled_anything())
 
     def observe_again(self) -> None:
         """Forget plan and trace: the program has changed."""
@@ -147,10 +138,24 @@ class Planning:
         self.policy = policy
         self.notes: list[str] = []
         self.numerics: tuple[str, ...] = ()
+        self._replays = True
         self._hardware = hardware
         self._carrier = carrier
         self._persistent = persistent
         self._fallback = fallback
+
+    def may_replay(self) -> bool:
+        """Whether values may be recomputed: all calls are seen, and none came out otherwise.
+
+        Not among processes: the others would go on with gradients that one of them finds wrong.
+        """
+        among_others = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return self._replays and not among_others and not compiled_anything()
+
+    def replays_hold(self, engine: Planned) -> bool:
+        """Whether ``engine`` may go on with what it recomputes."""
+        self._replays = self._replays and not engine.digests.refuted
+        return engine.calls is None or self.may_replay()
 
     def plan(self, kind: Kind, trace: Trace, recipes: Recipes) -> None:
         """Make the first plan.
@@ -242,13 +247,8 @@ class Planning:
     def _make(self, trace: Trace, hardware: HardwareProfile) -> Plan:
         policy = self.policy
         # A trace of many ops takes seconds to plan, in which the script says nothing.
-        _log.info(
-            "planning %d ops and %d saved values by policy %s within %s",
-            len(trace.ops),
-            len(trace.saved),
-            policy.name,
-            format_bytes(policy.budget.device_bytes),
-        )
+        size, room = (len(trace.ops), len(trace.saved)), format_bytes(policy.budget.device_bytes)
+        _log.info("planning %d ops, %d saved values, by %s within %s", *size, policy.name, room)
         begun = perf_counter()
         plan = make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
         plan = replace(plan, numerics=(*plan.numerics, *self.numerics))

@@ -22,7 +22,6 @@ from belady.ir.trace import Trace
 from belady.measure.calls import Call, Follower
 from belady.measure.recipes import Operand, Recipe
 from belady.memory.geometry import Geometry, content_of, unseen
-from belady.memory.witness import demand_unchanged
 
 # Gives the bytes of a value and how many of its storage are left out before them.
 Source = Callable[[], tuple[torch.Tensor, int]]
@@ -36,18 +35,21 @@ class Recipes:
     ----------
     calls
         What the program called in the iteration observed, by pass.
+    expected
+        The calls that were known to change by then: (pass, number of the call in it).
     varying
-        The calls whose numbers are known to change: (pass, number of the call in it).
+        Where more of them are added.
     """
 
     by_op: Mapping[int, Recipe] = field(default_factory=dict)
     owners: Mapping[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     calls: list[list[Call]] = field(default_factory=list)
+    expected: frozenset[tuple[int, int]] = frozenset()
     varying: set[tuple[int, int]] = field(default_factory=set)
 
     def follower(self) -> Follower | None:
         """Compares the calls of later iterations, where those observed are known."""
-        return Follower(self.calls, self.varying) if self.calls else None
+        return Follower(self.calls, self.expected, self.varying) if self.calls else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,11 @@ class Recomputed:
         if owner is None:
             return self._sources[value]()
         tensor = _alive(owner)
-        demand_unchanged(tensor, self._versions[value])
+        if tensor._version != self._versions[value]:
+            self._digests.refute(
+                "a parameter or buffer was changed in place between forward and backward, and "
+                "bytes that forward saved were to be made again from it"
+            )
         return _whole(tensor), 0
 
 

@@ -7,10 +7,14 @@ it. The calls do: they are seen where Python makes them, before the op runs.
 
 from __future__ import annotations
 
+import enum
 import sys
+import types
 from collections.abc import Callable, Iterable
+from math import copysign
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -21,10 +25,17 @@ _in_backward = torch._C._current_graph_task_id
 
 
 class Call(NamedTuple):
-    """One call from Python: the function, and its arguments that are no tensors, flattened."""
+    """One call from Python.
+
+    Attributes
+    ----------
+    numbers
+        Its arguments, flattened: what is no tensor by kind and value, parameters by identity. None
+        where an argument is of a kind that cannot be compared.
+    """
 
     func: Any
-    numbers: list[Any]
+    numbers: list[Any] | None
 
 
 class Calls(TorchFunctionMode):
@@ -108,7 +119,7 @@ class Learner(Calls):
         super().__init__()
         self.passes: list[list[Call]] = []
         self.trusted = False
-        self._varying = frozenset(varying)
+        self.varying = frozenset(varying)
 
     def enter_pass(self, pass_index: int) -> None:
         """See `Calls.enter_pass`."""
@@ -118,8 +129,9 @@ class Learner(Calls):
     def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `Calls.begins`."""
         calls = self.passes[-1]
-        self.trusted = (self._pass, len(calls)) not in self._varying
-        calls.append(Call(func, _numbers(args, kwargs)))
+        numbers = _numbers(args, kwargs)
+        self.trusted = numbers is not None and (self._pass, len(calls)) not in self.varying
+        calls.append(Call(func, numbers))
 
     def ends(self) -> None:
         """See `Calls.ends`."""
@@ -133,9 +145,10 @@ class Follower(Calls):
     ----------
     passes
         What a `Learner` took down.
+    expected
+        The calls that it did not trust: nothing that is replayed has their numbers in it.
     varying
-        Calls whose numbers are known to change. More are added, for the next observation: what is
-        replayed until then has their numbers in it.
+        Where calls are added whose numbers change, for the next observation.
 
     Attributes
     ----------
@@ -143,12 +156,17 @@ class Follower(Calls):
         Whether the iteration under way has called something else so far.
     """
 
-    def __init__(self, passes: list[list[Call]], varying: set[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        passes: list[list[Call]],
+        expected: frozenset[tuple[int, int]],
+        varying: set[tuple[int, int]],
+    ) -> None:
         super().__init__()
         self.strayed = False
         self._passes = passes
         self._varying = varying
-        self._expected = frozenset(varying)
+        self._expected = expected
         self._known: list[Call] = []
         self._next = 0
 
@@ -171,44 +189,63 @@ class Follower(Calls):
         if index >= len(self._known) or self._known[index].func != func:
             # From here on nothing says which call is which.
             self.strayed, self._next = True, -1
-        elif self._known[index].numbers != _numbers(args, kwargs):
+        elif self._known[index].numbers not in (None, _numbers(args, kwargs)):
             name = (self._pass, index)
             self._varying.add(name)
             self.strayed |= name not in self._expected
 
 
 def compiled_anything() -> bool:
-    """Whether torch.compile has compiled code in this process.
+    """Whether torch.compile is used in this process: called on anything, or has compiled code.
 
     It would trace a mode of ours into its code, and what its code calls is not seen.
     """
     frames = sys.modules.get("torch._dynamo.convert_frame")
-    return frames is not None and frames.FRAME_COUNTER > 0
+    if frames is not None and frames.FRAME_COUNTER > 0:
+        return True
+    contexts = sys.modules.get("torch._dynamo.eval_frame")
+    return contexts is not None and any(
+        backend is not None for backend in contexts.cached_backends.values()
+    )
 
 
-def _numbers(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _numbers(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any] | None:
     found: list[Any] = []
-    _flatten(args, found)
+    comparable = _flatten(args, found)
     for name, arg in kwargs.items():
         found.append(name)
-        _flatten((arg,), found)
-    return found
+        comparable = _flatten((arg,), found) and comparable
+    return found if comparable else None
 
 
-def _flatten(items: Iterable[Any], into: list[Any]) -> None:
+def _flatten(items: Iterable[Any], into: list[Any]) -> bool:
+    """Append what ``items`` are; whether all of them can be compared."""
+    comparable = True
     for item in items:
         kind = type(item)
-        if kind in _PLAIN:
+        into.append(kind)
+        if kind is torch.Tensor:
+            continue
+        if kind in _PLAIN or isinstance(item, _NUMBERS):
             into.append(item)
-        elif issubclass(kind, torch.Tensor):
-            into.append(torch.Tensor)
-        elif issubclass(kind, (tuple, list)):
+            if item == 0 and kind is float:
+                into.append(copysign(1.0, item))
+        elif isinstance(item, torch.nn.Parameter):
+            into.append(id(item))
+        elif isinstance(item, (tuple, list)):
             into.append(len(item))
-            _flatten(item, into)
+            comparable = _flatten(item, into) and comparable
         elif kind is slice:
-            _flatten((item.start, item.stop, item.step), into)
-        else:
-            into.append(kind)
+            comparable = _flatten((item.start, item.stop, item.step), into) and comparable
+        elif not isinstance(item, torch.Tensor):
+            comparable = False
+    return comparable
 
 
-_PLAIN = frozenset({int, float, bool, str, complex, type(None), torch.dtype, torch.device})
+_PLAIN = frozenset(
+    {
+        *(int, float, bool, str, complex, type(None), type(...), type, types.FunctionType),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
+_NUMBERS = (np.generic, enum.Enum)

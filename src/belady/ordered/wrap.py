@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -20,11 +20,11 @@ def ordered(model: nn.Module) -> Callable[[], None]:
     as a ReLU that has saved it as its output.
 
     Every `torch.nn.Conv1d`, ``Conv2d``, ``Conv3d`` and `torch.nn.Linear` takes part, but no
-    subclass, and no module with another forward than its class. A call whose input or weight needs
-    no gradient runs as before, and so does one under torch.compile, functorch's transforms or
-    forward-mode differentiation. Results are the same in every bit: the same kernels run on the
-    same numbers. Names, parameters, ``state_dict`` and hooks are as before. Copies and pickles of
-    the model run plainly.
+    subclass, and none with another forward than its class or below one. A call whose input or
+    weight needs no gradient runs as before, and so does one under torch.compile, functorch's
+    transforms or forward-mode differentiation. Results are the same in every bit: the same kernels
+    run on the same numbers. Names, parameters, ``state_dict`` and hooks are as before. Copies and
+    pickles of the model run plainly.
 
     Gradients of gradients are refused in backward (`OrderError`).
 
@@ -38,7 +38,7 @@ def ordered(model: nn.Module) -> Callable[[], None]:
     Source: Jin, Liu et al., ACM TACO 15(3), article 37 (2018): Layrub's intra-layer reuse; see
     `belady.planners.layrub`.
     """
-    places = [_InOrder(module) for module in model.modules() if _takes_part(module)]
+    places = [_InOrder(module) for module in _reached(model, set()) if _takes_part(module)]
     for place in places:
         place.attach()
 
@@ -47,6 +47,19 @@ def ordered(model: nn.Module) -> Callable[[], None]:
             places.pop().detach()
 
     return undo
+
+
+def _reached(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Each module once, but none below one with another forward than its class, such as slices.
+
+    Who stands in the place of a forward may call what is below in a way of his own.
+    """
+    if module in seen or "forward" in vars(module):
+        return
+    seen.add(module)
+    yield module
+    for child in module.children():
+        yield from _reached(child, seen)
 
 
 class _InOrder(Forward):

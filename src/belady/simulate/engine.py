@@ -216,7 +216,8 @@ class _Issuer:
         decision = self.plan.decisions[value]
         nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
         nbytes += decision.nbytes if isinstance(decision, Encode) else 0
-        if seconds := self.hardware.memory_seconds(nbytes):
+        seconds = self.hardware.memory_seconds(nbytes)
+        if seconds or isinstance(decision, Encode):
             self.compute = self._add(Task(Lane.COMPUTE, seconds, op=boundary, value=value))
 
     def _tier(self, value: int) -> Tier:
