@@ -197,7 +197,7 @@ def test_an_input_changed_in_place_raises(monkeypatch: pytest.MonkeyPatch) -> No
     seen_of(CNN, step_of(CNN), "cpu")
     monkeypatch.setattr(Recomputed, "take", spoil)
     # What plain PyTorch needs too says so first, in plain PyTorch's words.
-    with pytest.raises((PlanMismatchError, StaleValueError), match="in ?place"):
+    with pytest.raises((PlanMismatchError, StaleValueError), match=r"in ?place"):
         damage(CNN, step_of(CNN), "direct", moved=False)
     assert changed
 
