@@ -159,9 +159,13 @@ def _ops(
     norm = torch.ops.aten.native_batch_norm.default
     arguments = (x, scale, shift, None, None, True, 0.1, 1e-5)
     _, mean, inverse = norm(*arguments)
-    again: Make = lambda: torch.ops.aten.batch_norm_elemt.default(  # noqa: E731
-        x, scale, shift, mean, inverse, 1e-5
-    )
+
+    def again() -> torch.Tensor:
+        made: torch.Tensor = torch.ops.aten.batch_norm_elemt.default(
+            x, scale, shift, mean, inverse, 1e-5
+        )
+        return made
+
     yield "batch norm", lambda: norm(*arguments)[0], again
     yield "relu", lambda: torch.relu(x), None
     yield "add", lambda: x + x, None

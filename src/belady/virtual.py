@@ -13,7 +13,6 @@ import torch
 
 from belady._version import __version__
 from belady.eager.conductor import Conductor
-from belady.eager.kinds import Stage
 from belady.eager.limits import Limits, clamped, device_of
 from belady.eager.tracker import Tracker
 from belady.errors import OutOfMemoryError
@@ -21,6 +20,7 @@ from belady.ir.run import Run
 from belady.ir.trace import Tier
 from belady.measure.monitor import Sample
 from belady.measure.probe import probe
+from belady.measure.stages import Stage
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from belady.errors import InfeasibleBudgetError, StaleValueError
 from belady.graph.engine import Compiled, compiled
 from belady.graph.joint import Joint
-from belady.graph.kinds import Kind, Stage
+from belady.graph.kinds import Kind
 from belady.graph.layout import Layout
 from belady.ir.plan import Offload
 from belady.ir.trace import Tier
+from belady.measure.stages import Stage
 from tests.support.models import CLASSES, CNN, GAN, GPT, LSTM, TIED, Residual, Task
 from tests.support.training import (
     Step,

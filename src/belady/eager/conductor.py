@@ -19,7 +19,7 @@ from belady.eager.cutting import Cutting
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, walk
-from belady.eager.kinds import Kind, Planning, Policy, Stage
+from belady.eager.kinds import Kind, Planning
 from belady.eager.lasting import Gradients, settle_state
 from belady.eager.limits import refuse_infeasible
 from belady.eager.ordering import Ordering
@@ -34,6 +34,7 @@ from belady.measure.events import with_events
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
 from belady.measure.observe import undisturbed
+from belady.measure.stages import Policy, Stage
 from belady.measure.trials import Trials
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
@@ -124,8 +125,7 @@ class Conductor:
             kind = self._kinds[key] = Kind()
             if len(self._kinds) > _KINDS:
                 del self._kinds[next(iter(self._kinds))]
-        if kind.engine is not None and not self._planning.replays_hold(kind.engine):
-            kind.observe_again()
+        self._planning.check_replays(kind)
         if kind.current is None or kind.engine is not None:
             # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
             self._persistent.clear()

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from belady.eager.kinds import Policy
 from belady.errors import SectionError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
+from belady.measure.stages import Policy
 from belady.planners.sectioning import sections_for
 from belady.sections.allowed import reasons
 from belady.sections.stages import is_sequential

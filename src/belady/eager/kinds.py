@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from time import perf_counter
 from typing import Any
 
@@ -17,11 +16,12 @@ from belady.eager.replay import Recipes
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
-from belady.ir.plan import Budget, Plan
+from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Phase, Trace
 from belady.measure.calls import compiled_anything
 from belady.measure.monitor import Sample, summarize
+from belady.measure.stages import Policy, Stage
 from belady.memory.cap import set_aside
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
@@ -33,25 +33,6 @@ _log = logging.getLogger("belady")
 _VERIFIED = 2
 _REPLANS = 3
 _HOST_AGREES = 0.95
-
-
-class Stage(StrEnum):
-    """How far a kind of iteration has come."""
-
-    WARM = "warm-up"
-    TIMED = "observed"
-    SETTLING = "first planned"
-    VERIFYING = "verified"
-    STEADY = "steady"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the user asked for."""
-
-    name: str
-    budget: Budget
-    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,10 +133,14 @@ class Planning:
         among_others = torch.distributed.is_available() and torch.distributed.is_initialized()
         return self._replays and not among_others and not compiled_anything()
 
-    def replays_hold(self, engine: Planned) -> bool:
-        """Whether ``engine`` may go on with what it recomputes."""
+    def check_replays(self, kind: Kind) -> None:
+        """Observe a kind again that may not go on with what its plan recomputes."""
+        engine = kind.engine
+        if engine is None or engine.calls is None:
+            return
         self._replays = self._replays and not engine.digests.refuted
-        return engine.calls is None or self.may_replay()
+        if not self.may_replay():
+            kind.observe_again()
 
     def plan(self, kind: Kind, trace: Trace, recipes: Recipes) -> None:
         """Make the first plan.

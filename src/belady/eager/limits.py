@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from belady.eager.kinds import Policy
 from belady.errors import BudgetError, InfeasibleBudgetError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
 from belady.ir.trace import Tier
+from belady.measure.stages import Policy
 from belady.measure.static import static_trace
 from belady.planners import plan as make_plan
 from belady.units import parse_bytes

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from belady.eager.kinds import Policy
 from belady.eager.limits import refuse_infeasible
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
+from belady.measure.stages import Policy
 from belady.ordered.wrap import ordered
 
 ALWAYS = frozenset({"layrub_intra", "layrub_hybrid"})

@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
 from belady.eager.conductor import Conductor
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, pass_key
-from belady.eager.kinds import Stage
 from belady.measure.monitor import Sample
+from belady.measure.stages import Stage
 
 Call = tuple[Any, Any]
 

@@ -80,11 +80,7 @@ def _full(it: Explanation, story: ValueStory) -> Iterator[str]:
     if story.stays:
         yield f"  It cannot move: {story.stays}."
     if story.weighed is not None:
-        yield from (f"  {line}" for line in _cost(it, story.weighed))
-        yield ""
-        yield from _choices(it, story.weighed)
-        yield ""
-        yield f"  {_next_best(story.weighed)}"
+        yield from _in_full(it, story.weighed)
 
 
 def _short(it: Explanation, story: ValueStory) -> Iterator[str]:
@@ -105,11 +101,16 @@ def _module(it: Explanation, story: ModuleStory) -> Iterator[str]:
     for share in story.stays:
         yield f"  cannot move: {_count(share.values)}, {format_bytes(share.nbytes)}, {share.name}"
     if story.weighed is not None:
-        yield from (f"  {line}" for line in _cost(it, story.weighed))
-        yield ""
-        yield from _choices(it, story.weighed)
-        yield ""
-        yield f"  {_next_best(story.weighed)}"
+        yield from _in_full(it, story.weighed)
+
+
+def _in_full(it: Explanation, weighed: Weighed) -> Iterator[str]:
+    """What the decision costs, every other choice, and the next best."""
+    yield from (f"  {line}" for line in _cost(it, weighed))
+    yield ""
+    yield from _choices(it, weighed)
+    yield ""
+    yield f"  {_next_best(weighed)}"
 
 
 def _share(share: Share) -> str:

@@ -10,11 +10,11 @@ import torch
 
 from belady._version import __version__
 from belady.graph.capture import backend_of
-from belady.graph.kinds import Policy
 from belady.graph.session import Session
 from belady.ir.plan import Budget
 from belady.ir.run import Run
 from belady.measure.probe import probe
+from belady.measure.stages import Policy
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 from belady.memory.lanes import resolve

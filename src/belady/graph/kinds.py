@@ -4,39 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from belady.graph.capture import Captured
 from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
-from belady.ir.plan import Budget, Offload, Plan
+from belady.ir.plan import Offload, Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
 from belady.measure.monitor import Sample
 from belady.measure.observe import undisturbed
+from belady.measure.stages import Stage
 
 # Calls and backwards of an iteration in order: the number of the call, and whether it is forward.
 Order = tuple[tuple[int, bool], ...]
-
-
-class Stage(StrEnum):
-    """How far a kind of iteration has come."""
-
-    WARM = "warm-up"
-    TIMED = "observed"
-    SETTLING = "first planned"
-    VERIFYING = "verified"
-    STEADY = "steady"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the user asked for."""
-
-    name: str
-    budget: Budget
-    exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ import torch
 
 from belady.errors import InfeasibleBudgetError
 from belady.graph.capture import Captured
-from belady.graph.kinds import Force, Kind, Policy, Stage
+from belady.graph.kinds import Force, Kind
 from belady.graph.parts import Drawn, Part
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Plan
+from belady.measure.stages import Policy, Stage
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
 

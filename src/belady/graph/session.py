@@ -12,7 +12,7 @@ import torch
 from belady.graph import doors
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
-from belady.graph.kinds import Kind, Order, Policy, Stage, settled
+from belady.graph.kinds import Kind, Order, settled
 from belady.graph.parts import Part
 from belady.graph.planning import Planning, name_of, part_of
 from belady.graph.trace import draw
@@ -20,6 +20,7 @@ from belady.graph.watching import Counted, Watched
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.measure.monitor import Monitor, Sample, summarize
+from belady.measure.stages import Policy, Stage
 from belady.memory.carrier import Carrier
 from belady.simulate.engine import simulate
 
