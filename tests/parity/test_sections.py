@@ -77,7 +77,7 @@ def test_the_engine_changes_no_bit_of_sections(policy: str, device: str) -> None
         steps.abandoning,
         Interruption(KeyboardInterrupt, (1, 3)),
     ],
-    ids=str,
+    ids=lambda step: getattr(step, "__name__", "interrupted"),
 )
 def test_habit_of_training_changes_no_bit_of_sections(step: Step, device: str) -> None:
     train_at_the_floor(CUT, step, device)
