@@ -14,7 +14,7 @@ from tempfile import TemporaryFile
 
 from benchmarks.cases import LOST, Case, Record
 
-_ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 _ERROR_END = 2000
 
 
@@ -49,8 +49,8 @@ def measure(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            cwd=_ROOT,
-            env=_environment(),
+            cwd=ROOT,
+            env=environment(),
         ) as child:
             killer = threading.Timer(seconds, child.kill)
             killer.start()
@@ -70,10 +70,10 @@ def measure(
     return todo, ended if todo and status != LOST else None
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The caller's, with the package's source and what deterministic algorithms ask for.
 
     That setting of cuBLAS is what it takes by default on Hopper.
     """
-    path = os.pathsep.join(filter(None, [str(_ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "PYTHONPATH": path}
