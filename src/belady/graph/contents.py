@@ -149,13 +149,17 @@ class Contents:
         self._live: dict[int, weakref.ref[Content]] = {}
 
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
-        """Begin to manage the storage of ``tensor``, or go on, where another call began."""
+        """Begin to manage the storage of ``tensor``, or go on, where another call began.
+
+        What turns out to be on another device than it was traced on stays where it is.
+        """
         known = self._find(value)
         if known is not None and known.identity.cdata == tensor.untyped_storage()._cdata:
             return known
         with unseen():
             content = Content(tensor, self._carrier, value, guarded=guarded)
-        self._live[value] = weakref.ref(content)
+        if tensor.device == self._carrier.device:
+            self._live[value] = weakref.ref(content)
         return content
 
     def send(self, value: int) -> None:

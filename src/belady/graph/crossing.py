@@ -75,16 +75,21 @@ class Crossing(NamedTuple):
 
 
 def crossings(part: Part, start: int, end: int) -> Iterator[Crossing]:
-    """What crosses into a backward whose ops are ``start`` to ``end``."""
+    """What crosses into a backward whose ops are ``start`` to ``end`` and has bytes to decide over.
+
+    Numbers, and tensors on another device, have none.
+    """
     readers = _readers(part, start)
     handed_on = set(nodes_in(part.joint.backward_outputs))
     for ordinal, node in enumerate(part.joint.crossing):
+        storage = part.layout.storage_of.get(node)
+        if storage is None or not part.layout.sizes[storage]:
+            continue
         reads = readers.get(node, [])
         dropped = reads[-1] + 1 if reads else start
         read_by_op = bool(reads)
         if node in handed_on:
             reads, dropped = [*reads, end], end
-        storage = part.layout.storage_of.get(node, -1)
         yield Crossing(node, ordinal, storage, tuple(reads), dropped, read_by_op)
 
 

@@ -22,7 +22,7 @@ class Layout:
     storage_of
         Storage that a node's tensor lies on; nodes without a tensor are absent.
     sizes
-        Bytes of each storage; 0 on another device, since those do not count.
+        Bytes of each storage; 0 on another device, since those neither count nor move.
     """
 
     storage_of: dict[fx.Node, int] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Layout:
                 storage = value.untyped_storage()
                 index = known.setdefault(storage._cdata, len(layout.sizes))
                 if index == len(layout.sizes):
-                    here = value.device.type == device.type
+                    here = value.device == device
                     layout.sizes.append(int(storage.nbytes()) if here else 0)
                 layout.storage_of[node] = index
         return layout

@@ -236,8 +236,6 @@ class _Drawing:
     def _save(self, call: Call, part: Part, start: int) -> None:
         """Note what crosses: when it is made, and when backward reads it."""
         for crossing in crossings(part, start, len(self._ops)):
-            if crossing.storage not in call.storages:
-                continue
             held = self._bytes[call.storages[crossing.storage]]
             if held.kind not in PERSISTENT:
                 held.saved_until = max(held.saved_until, crossing.dropped)

@@ -69,7 +69,7 @@ class Lasting:
             ):
                 for tensor in tensors:
                     name = names.of(tensor)
-                    if name is not None and tensor.device.type == device.type:
+                    if name is not None and tensor.device == device:
                         kinds.setdefault(name, kind)
                         sizes[name] = tensor.untyped_storage().nbytes()
         return cls(kinds, sizes)
@@ -128,7 +128,12 @@ class Watched:
         part = self.parts[-1]
         for node, item in zip(step.made, made, strict=True):
             storage, name = part.layout.storage_of.get(node), self.names.of(item)
-            if storage is not None and name is not None:
+            if storage is None or name is None:
+                continue
+            if item.device != self.device:
+                # Attention's seeds are traced on the device of its operands, and are on the host.
+                part.layout.sizes[storage] = 0
+            else:
                 known = self._lies_on.setdefault((part.call, storage), name)
                 nbytes = item.untyped_storage().nbytes()
                 if known != name or part.layout.sizes[storage] not in (0, nbytes):
