@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
 from belady.memory.codecs import Encoded, decode, encode
 from belady.memory.geometry import Geometry, content_of, unseen
+from belady.memory.lanes import current_stream
 from belady.memory.witness import demand_unchanged, witness
 
 
@@ -74,7 +76,7 @@ class Moved:
         self.arrival: Arrival | None = None
         self.here: torch.Tensor | None = None
         # Streams: of the op that saves the bytes, of their way back, and of their last reader.
-        self._producer = _current_stream(carrier.device)
+        self._producer = current_stream(carrier.device)
         self._home: torch.cuda.Stream | None = None
         self._reader: torch.cuda.Stream | None = None
 
@@ -87,7 +89,7 @@ class Moved:
             If the tier cannot take the bytes; they stay.
         """
         if self.parcel is None and self.source is not None:
-            with unseen(), torch.cuda.stream(self._producer):
+            with unseen(), self._after_producer():
                 self.parcel = self.carrier.send(self.source, tier, self.label)
 
     def free(self) -> None:
@@ -100,7 +102,7 @@ class Moved:
     def bring(self) -> None:
         """Take device bytes and issue the copy-in, unless the bytes are here."""
         if self.parcel is not None and self.source is None and self.arrival is None:
-            self._home = _current_stream(self.carrier.device)
+            self._home = current_stream(self.carrier.device)
             with unseen():
                 self.arrival = self.parcel.fetch()
 
@@ -109,7 +111,7 @@ class Moved:
         if self.source is not None:
             return self.source
         self.bring()
-        arrival, reader = self.arrival, _current_stream(self.carrier.device)
+        arrival, reader = self.arrival, current_stream(self.carrier.device)
         if arrival is None:
             raise RuntimeError("the bytes of a saved value are in no tier")
         if self.here is None or reader != self._reader:
@@ -120,6 +122,12 @@ class Moved:
                 # them again while another one reads.
                 self.here.record_stream(reader)
         return self.here
+
+    def _after_producer(self) -> AbstractContextManager[object]:
+        producer = self._producer
+        if producer is None or producer == current_stream(self.carrier.device):
+            return nullcontext()
+        return producer
 
     @property
     def shared(self) -> bool:
@@ -266,7 +274,3 @@ class Kept:
 def unpack(handle: Saved | Kept) -> torch.Tensor:
     """The unpack hook: whatever was packed gives its tensor back."""
     return handle.take()
-
-
-def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import Variable
 
 from belady.errors import PlanMismatchError
+from belady.memory.lanes import current_stream
 
 _WORD = 8
 # Primes. One is taken that does not divide the number of words: then no sizes of a tensor are whole
@@ -63,7 +64,7 @@ class Digests:
         PlanMismatchError
             If they differ and no backward is under way.
         """
-        stream = torch.cuda.current_stream(saved.device) if saved.is_cuda else None
+        stream = current_stream(saved.device)
         differ = saved.ne(replayed).any()
         known = self._differ.get(stream)
         self._differ[stream] = differ if known is None else differ.logical_or_(known)
@@ -85,7 +86,7 @@ class Digests:
         flags, self._differ = self._differ, {}
         for stream, differ in flags.items():
             if stream is not None:
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
+                torch.cuda.current_stream(stream.device.index).wait_stream(stream)
             if differ.item() and not self.wrong:
                 self.refute(
                     "bytes that forward saved were made again and came out otherwise: the program "

@@ -7,6 +7,7 @@ No other work is done while an iteration runs.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container
@@ -25,6 +26,7 @@ from belady.memory.carrier import Carrier
 from belady.memory.geometry import movable
 
 _NO_RECIPES = Recipes()
+_NEVER = sys.maxsize
 
 
 class Planned:
@@ -95,7 +97,7 @@ class Planned:
         """Forget the iteration before; what its graphs still hold stays valid."""
         self._live: dict[int, weakref.ref[Moved | Packed | Recomputed]] = {}
         self._inputs: dict[int, weakref.ref[_PlannedSaved | _PlannedKept]] = {}
-        self._cursor = 0
+        self._move_to(0)
         self.digests.forget()
         if self.calls is not None:
             self.calls.start_iteration()
@@ -111,7 +113,8 @@ class Planned:
 
     def finish_iteration(self) -> None:
         """Send out what is still due; what backward did not ask for stays out."""
-        due, self._cursor = self._actions[self._cursor :], len(self._actions)
+        due = self._actions[self._cursor :]
+        self._move_to(len(self._actions))
         for action in due:
             if action.step in (OUT, FREE):
                 self._act(action)
@@ -136,9 +139,10 @@ class Planned:
         handle = self._kept(tensor, entry) if managed is None else managed
         if entry.value in self._needed:
             self._inputs[entry.value] = weakref.ref(handle)
-        if self._cursor < len(self._actions):
-            # What is due at a boundary waits for all that is saved there.
-            self._advance(entry.boundary if entry.last else entry.boundary - 1)
+        # What is due at a boundary waits for all that is saved there.
+        boundary = entry.boundary if entry.last else entry.boundary - 1
+        if boundary >= self._due:
+            self._advance(boundary)
         return handle
 
     def unpack(self, handle: Any) -> torch.Tensor:
@@ -147,7 +151,7 @@ class Planned:
         if handle.iteration == self._iteration:
             if self.on_anchor is not None:
                 self.on_anchor(handle.read)
-            if self._cursor < len(self._actions):
+            if handle.read >= self._due:
                 self._advance(handle.read)
         tensor: torch.Tensor = handle.take()
         return tensor
@@ -217,13 +221,16 @@ class Planned:
         return Recomputed(tensor, chain, sources, self.digests)
 
     def _advance(self, boundary: int) -> None:
-        actions, cursor = self._actions, self._cursor
-        while cursor < len(actions) and actions[cursor].boundary <= boundary:
-            action = actions[cursor]
-            cursor += 1
+        while boundary >= self._due:
+            action = self._actions[self._cursor]
             # Before the action: should it raise, the next event must not repeat it.
-            self._cursor = cursor
+            self._move_to(self._cursor + 1)
             self._act(action)
+
+    def _move_to(self, cursor: int) -> None:
+        self._cursor = cursor
+        rest = cursor < len(self._actions)
+        self._due = self._actions[cursor].boundary if rest else _NEVER
 
     def _act(self, action: Action) -> None:
         known = self._live.get(action.value)
@@ -262,7 +269,8 @@ class _PlannedKept(Kept):
     __slots__ = ("__weakref__", "iteration", "read")
 
     def __init__(self, tensor: torch.Tensor, read: int, iteration: int) -> None:
-        super().__init__(tensor)
+        self.tensor = kept = tensor.detach()
+        self.version = kept._version
         self.read = read
         self.iteration = iteration
 

@@ -22,6 +22,7 @@ from belady.ir.trace import Trace
 from belady.measure.calls import Call, Follower
 from belady.measure.recipes import Operand, Recipe
 from belady.memory.geometry import Geometry, content_of, unseen
+from belady.memory.lanes import current_stream
 
 # Gives the bytes of a value and how many of its storage are left out before them.
 Source = Callable[[], tuple[torch.Tensor, int]]
@@ -155,8 +156,10 @@ class Recomputed:
         if self.here is None:
             with unseen():
                 self.here = self._replay()
-            self._reader = _stream_of(self.here)
-        elif self._reader is not None and self._reader != (reader := _stream_of(self.here)):
+            self._reader = current_stream(self.here.device)
+            return self.here
+        reader = current_stream(self.here.device)
+        if reader is not None and reader != self._reader:
             reader.wait_stream(self._reader)
             self.here.record_stream(reader)
         return self.here
@@ -215,7 +218,3 @@ def _alive(owner: weakref.ref[torch.Tensor]) -> torch.Tensor:
     if tensor is None:
         raise PlanMismatchError("a parameter that a replay needs is gone")
     return tensor
-
-
-def _stream_of(tensor: torch.Tensor) -> Any:
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from math import copysign
 from typing import Any, NamedTuple
@@ -32,10 +33,14 @@ class Call(NamedTuple):
     numbers
         Its arguments, flattened: what is no tensor by kind and value, parameters by identity. None
         where an argument is of a kind that cannot be compared.
+    alike
+        What the arguments of a call with the same numbers usually are, see `_alike`: most pass the
+        very same objects every time, and to see that is several times as fast as to flatten them.
     """
 
     func: Any
     numbers: list[Any] | None
+    alike: tuple[Any, ...] | None
 
 
 class Calls(TorchFunctionMode):
@@ -131,7 +136,7 @@ class Learner(Calls):
         calls = self.passes[-1]
         numbers = _numbers(args, kwargs)
         self.trusted = numbers is not None and (self._pass, len(calls)) not in self.varying
-        calls.append(Call(func, numbers))
+        calls.append(Call(func, numbers, _alike(args, kwargs)))
 
     def ends(self) -> None:
         """See `Calls.ends`."""
@@ -186,10 +191,13 @@ class Follower(Calls):
         if index < 0:
             return
         self._next = index + 1
-        if index >= len(self._known) or self._known[index].func != func:
+        known = self._known[index] if index < len(self._known) else None
+        if known is None or known.func != func:
             # From here on nothing says which call is which.
             self.strayed, self._next = True, -1
-        elif self._known[index].numbers not in (None, _numbers(args, kwargs)):
+        elif _is_alike(known.alike, args, kwargs):
+            return
+        elif known.numbers not in (None, _numbers(args, kwargs)):
             name = (self._pass, index)
             self._varying.add(name)
             self.strayed |= name not in self._expected
@@ -218,6 +226,43 @@ def _numbers(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any] | None:
     return found if comparable else None
 
 
+def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Objects that cannot change, `torch.Tensor` for a tensor, a weak reference for a parameter.
+
+    None where an argument is anything else.
+    """
+    found: list[Any] = []
+    for item in (*args, *kwargs, *kwargs.values()):
+        if type(item) is torch.Tensor:
+            found.append(torch.Tensor)
+        elif isinstance(item, torch.nn.Parameter):
+            found.append(weakref.ref(item))
+        elif _lasting(item):
+            found.append(item)
+        else:
+            return None
+    return tuple(found)
+
+
+def _lasting(item: Any) -> bool:
+    if type(item) is tuple:
+        return all(map(_lasting, item))
+    return type(item) in _LASTING
+
+
+def _is_alike(alike: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call certainly has the numbers of the one that ``alike`` was made of."""
+    given = (*args, *kwargs, *kwargs.values()) if kwargs else args
+    if alike is None or len(given) != len(alike):
+        return False
+    for item, known in zip(given, alike, strict=True):
+        if item is known or type(item) is known:
+            continue
+        if item is None or type(known) is not weakref.ReferenceType or known() is not item:
+            return False
+    return True
+
+
 def _flatten(items: Iterable[Any], into: list[Any]) -> bool:
     """Append what ``items`` are; whether all of them can be compared."""
     comparable = True
@@ -242,10 +287,11 @@ def _flatten(items: Iterable[Any], into: list[Any]) -> bool:
     return comparable
 
 
-_PLAIN = frozenset(
+_LASTING = frozenset(
     {
-        *(int, float, bool, str, complex, type(None), type(...), type, types.FunctionType),
+        *(int, float, bool, str, complex, type(None), type(...)),
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     }
 )
+_PLAIN = _LASTING | {type, types.FunctionType}
 _NUMBERS = (np.generic, enum.Enum)

@@ -172,7 +172,7 @@ class CudaLanes(Lanes):
     def present(self) -> CudaFence:
         """Record an event on the current stream of the calling thread."""
         # Never cached: the user may switch streams between two calls.
-        return self._record(Lane.COMPUTE, torch.cuda.current_stream(self.device))
+        return self._record(Lane.COMPUTE, torch.cuda.current_stream(self.device.index))
 
     def copy(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
@@ -181,8 +181,11 @@ class CudaLanes(Lanes):
         stream = self._streams[lane]
         with self._lock:
             for fence in after:
-                stream.wait_event(_cuda(fence).event)
-            with torch.cuda.stream(stream):
+                if _cuda(fence).stream != stream:
+                    stream.wait_event(_cuda(fence).event)
+            # As a context it is its own; torch.cuda.stream asks for devices in Python each time.
+            # It cannot be entered twice, which the lock prevents.
+            with stream:
                 begun = self.tick() if self.timed else None
                 self.enqueue(target, source)
                 ticks = None if begun is None else (begun, self.tick())
@@ -195,7 +198,7 @@ class CudaLanes(Lanes):
     def wait(self, fence: Fence, home: Fence) -> None:
         """Order one or two streams after the event."""
         event = _cuda(fence).event
-        current = torch.cuda.current_stream(self.device)
+        current = torch.cuda.current_stream(self.device.index)
         current.wait_event(event)
         if _cuda(home).stream != current:
             _cuda(home).stream.wait_event(event)
@@ -212,7 +215,7 @@ class CudaLanes(Lanes):
     def tick(self) -> object:
         """Record a timing event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(torch.cuda.current_stream(self.device.index))
         return event
 
     def seconds(self, start: object, end: object) -> float:
@@ -239,6 +242,14 @@ def _cuda(fence: Fence) -> CudaFence:
 
 _LANES: dict[torch.device, Lanes] = {}
 _LANES_LOCK = threading.Lock()
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Stream to which the calling thread's work on ``device`` goes; None on a CPU.
+
+    By its index: torch looks a device up in several layers of Python, at every copy and wait.
+    """
+    return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
 
 
 def resolve(device: torch.device | str) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from belady.ir.timeline import Lane, Moved
 from belady.memory.lanes import Lanes
@@ -42,12 +42,12 @@ class Meter:
             so_far = self._moved[lane]
             self._moved[lane] = Moved(lane, so_far.nbytes + nbytes, so_far.copies + 1)
 
-    @contextmanager
-    def stall(self, lane: Lane, label: int = -1) -> Iterator[None]:
+    def stall(self, lane: Lane, label: int = -1) -> AbstractContextManager[None]:
         """Time the body as computation waiting for ``lane``; ``label`` says for what."""
-        if not self.enabled:
-            yield
-            return
+        return self._timed(lane, label) if self.enabled else nullcontext()
+
+    @contextmanager
+    def _timed(self, lane: Lane, label: int) -> Iterator[None]:
         start = self._lanes.tick()
         yield
         end = self._lanes.tick()
