@@ -14,6 +14,8 @@ OURS = "belady:"
 BOUND = "bound"
 # Group of the records that no device measured.
 SIMULATED = "founders-simulated"
+# Between a share and the method whose smallest cap it is of.
+_OF = "%:"
 # Exit status of a process that lost its device: the cases left need a new one.
 LOST = 75
 
@@ -28,8 +30,8 @@ class Case:
         A peer's name, ``belady:POLICY``, or ``bound``: what no plan that keeps or moves can beat.
     budget
         ``none``; bytes such as ``4GiB``; ``50%`` of plain's peak of allocated bytes; ``own``, the
-        smallest budget that a policy of ours states; or ``smallest``, the smallest cap that the
-        method passes.
+        smallest budget that a policy of ours states; ``smallest``, the smallest cap that the
+        method passes; or ``50%:checkpoint``, of the smallest cap that another method passes.
     sizes
         What differs from the workload's own sizes, such as ``(("batch", 64),)``.
     equal_steps
@@ -66,9 +68,29 @@ class Case:
 
     @property
     def together(self) -> str:
-        """Cases with one such name, next to one another, may share a process."""
-        same = replace(self, method="", budget="", equal_steps=0)
+        """Cases with one such name, next to one another, may share a process.
+
+        Not one that finds a cap and one that needs it.
+        """
+        same = replace(self, method="", budget=_OF if self.peer else "", equal_steps=0)
         return same.key
+
+    @property
+    def peer(self) -> str:
+        """Method whose smallest cap the budget is a share of; empty if of none."""
+        return self.budget.partition(_OF)[2]
+
+    @property
+    def share(self) -> float:
+        """Part that a budget in percent is of what it is a share of."""
+        return float(self.budget.partition("%")[0]) / 100
+
+    def cap_of(self, method: str) -> str:
+        """Name of the smallest cap that ``method`` passes in this case's setting."""
+        return replace(
+            self, method=method, budget="smallest", repeats=0, equal_steps=0, round=0,
+            shared=False, group="",
+        ).key  # fmt: skip
 
     @property
     def reference(self) -> str:

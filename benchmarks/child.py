@@ -1,8 +1,8 @@
 """The process that measures: cases of one workload in, a JSON line for each out.
 
-``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}}`` from its input. Plain's
-losses and gradients, which equality is judged by, are taken from ``references`` or worked out here
-first, and then told in the record.
+``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, "caps": {…}}`` from its
+input. Plain's losses and gradients, which equality is judged by, are taken from ``references`` or
+worked out here first, and then told in the record. ``caps`` are those that budgets are shares of.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ class Known:
     ----------
     references
         Plain's losses and gradients, by `Case.reference`.
+    caps
+        Smallest caps in bytes, by `Case.cap_of`.
     observed, plain_peaks
         What a floor run showed, and plain's peak, by `Case.together`.
     """
 
     references: dict[str, Record]
+    caps: dict[str, int] = field(default_factory=dict)
     observed: dict[str, Run] = field(default_factory=dict)
     plain_peaks: dict[str, int] = field(default_factory=dict)
 
@@ -57,7 +60,7 @@ class Known:
 def main() -> None:
     """Measure the cases that the input names."""
     given = json.load(sys.stdin)
-    known = Known(dict(given.get("references", {})))
+    known = Known(given.get("references", {}), given.get("caps", {}))
     for entry in given["cases"]:
         case = from_json(entry)
         begun = time.perf_counter()
@@ -167,8 +170,10 @@ class _Bench:
             return None
         if budget == "own":
             return self._own(work)
+        if self.case.peer:
+            return int(self._known.caps[self.case.cap_of(self.case.peer)] * self.case.share)
         if budget.endswith("%"):
-            return int(self._plain_peak(work) * float(budget[:-1]) / 100)
+            return int(self._plain_peak(work) * self.case.share)
         return parse_bytes(budget)
 
     def _plain_peak(self, work: Workload) -> int:

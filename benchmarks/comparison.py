@@ -8,7 +8,9 @@ from statistics import median
 
 from benchmarks.cases import BOUND, OURS, Record
 
-GROUPS = ("frontier", "peers")
+GROUPS = ("frontier", "peers", "targets")
+# With enough points for a figure.
+PLOTTED = ("frontier", "peers")
 # What is called the same: repeated runs of one case differ by about so much.
 _SAME = 0.01
 _HEAD = (
@@ -45,11 +47,13 @@ class Row:
         return int(first.get("budget_bytes", reserved))
 
 
-def compared(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
+def compared(
+    found: Iterable[Record], groups: Iterable[str] = GROUPS
+) -> Iterator[tuple[str, list[Record]]]:
     """Title and records of each workload in one setting that peers were measured on."""
     by_setting: dict[str, list[Record]] = {}
     for record in found:
-        if record.get("group") in GROUPS:
+        if record.get("group") in groups:
             by_setting.setdefault(_title(record), []).append(record)
     yield from by_setting.items()
 

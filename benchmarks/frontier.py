@@ -8,12 +8,10 @@ the cap of each peer.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import records
 from benchmarks.cases import BOUND, OURS, Case
 from benchmarks.run import add_how, execute, how, sizes_of
 from benchmarks.suites import PEER_NAMES
@@ -38,10 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the arguments name."""
-    begun = time.monotonic()
-    execute(_set(cases(arguments), arguments), arguments, arguments.limit_s)
-    left = arguments.limit_s - (time.monotonic() - begun)
-    return execute(_set(against(arguments), arguments), arguments, left)
+    return execute(_set(cases(arguments), arguments), arguments, arguments.limit_s)
 
 
 def _set(cases: Iterable[Case], arguments: argparse.Namespace) -> list[Case]:
@@ -71,22 +66,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
             yield Case(net, method, f"{percent}%", shared=True)
     for method in policies:
         yield Case(net, method, "smallest", equal_steps=steps, shared=True)
-    for method in arguments.peer or PEER_NAMES:
+    peers = arguments.peer or PEER_NAMES
+    for method in peers:
         yield Case(net, method, "smallest", equal_steps=steps)
-
-
-def against(arguments: argparse.Namespace) -> Iterator[Case]:
-    """The first policy at the smallest cap that each peer passed."""
-    policy = OURS + (arguments.policy or ("auto",))[0]
-    caps = {
-        record["budget_bytes"]
-        for record in records.read(arguments.out)
-        if record.get("group") == GROUP
-        and record["workload"] == arguments.workload
-        and record["precision"] == arguments.precision
-        and record["budget"] == "smallest"
-        and record["outcome"] == "ok"
-        and not record["method"].startswith(OURS)
-    }
-    for cap in sorted(caps, reverse=True):
-        yield Case(arguments.workload, policy, str(cap), shared=True)
+    for method in peers:
+        yield Case(net, policies[0], f"100%:{method}", shared=True)

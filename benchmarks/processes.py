@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from benchmarks.cases import LOST, Case, Record
 
@@ -27,11 +28,16 @@ def grouped(cases: Iterable[Case]) -> Iterator[list[Case]]:
 
 def measure(
     cases: list[Case],
-    references: Mapping[str, Record],
+    known: Mapping[str, Mapping[str, Any]],
     seconds: float,
     keep: Callable[[Record], None],
 ) -> tuple[list[Case], str | None]:
     """Measure the cases in one process that may take so long; each record is kept at once.
+
+    Parameters
+    ----------
+    known
+        What records say that others refer to: ``references`` and ``caps``.
 
     Returns
     -------
@@ -39,7 +45,7 @@ def measure(
         The cases without a record, and how the process ended if one of them ended it.
     """
     todo = list(cases)
-    request = {"cases": [case.as_json() for case in cases], "references": dict(references)}
+    request = {"cases": [case.as_json() for case in cases], **known}
     with TemporaryFile("w+") as given, TemporaryFile("w+") as errors:
         given.write(json.dumps(request))
         given.seek(0)

@@ -49,6 +49,17 @@ def merge(paths: Iterable[Path]) -> list[Record]:
     return list(found.values())
 
 
+def caps(records: Iterable[Record]) -> dict[str, int | None]:
+    """Smallest caps that methods passed, None where none did, by the name of `Case.cap_of`."""
+    found: dict[str, int | None] = {}
+    for record in records:
+        if record.get("budget") == "smallest" and key_of(record) is not None:
+            name = from_json(record).cap_of(record["method"])
+            passed = record["budget_bytes"] if record["outcome"] == "ok" else None
+            found[name] = found.get(name) or passed
+    return found
+
+
 def references(records: Iterable[Record]) -> dict[str, Record]:
     """What plain gave and on what, by the name that `Case.reference` gives it."""
     names = ("plain_digest", "plain_repeats", "torch", "device_name")

@@ -6,11 +6,12 @@ import argparse
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from belady.units import parse_bytes
 from benchmarks import records
 from benchmarks.cases import BOUND, OURS, Case, Record, label
 from benchmarks.processes import grouped, measure
@@ -23,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", action="append", choices=sorted(SUITES), default=[])
     parser.add_argument("--workload", action="append", help="or, with a suite, only these")
     parser.add_argument("--method", action="append", type=_method, help="a peer, or belady:POLICY")
-    parser.add_argument("--budget", action="append", help="none, 4GiB, 50%%, own or smallest")
+    parser.add_argument(
+        "--budget", action="append", type=_budget,
+        help="none, 4GiB, 50%%, own, smallest or 50%%:PEER",
+    )  # fmt: skip
     parser.add_argument("--precision", action="append", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
     parser.add_argument("--channels-last", action="store_true")
@@ -47,6 +51,20 @@ def _method(name: str) -> str:
     if name not in (*PEER_NAMES, BOUND) and not name.startswith(OURS):
         raise argparse.ArgumentTypeError(f"{OURS}POLICY, or one of {', '.join(PEER_NAMES)}")
     return name
+
+
+def _budget(text: str) -> str:
+    share, _, peer = text.partition(":")
+    try:
+        if peer:
+            _method(peer)
+        if share.endswith("%"):
+            float(share[:-1])
+        elif peer or text not in ("none", "own", "smallest"):
+            parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError("none, 4GiB, 50%, own, smallest or 50%:PEER") from error
+    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,12 +132,30 @@ def in_rounds(cases: Sequence[Case], rounds: int) -> list[Case]:
     return found
 
 
+def after_caps(cases: Sequence[Case], caps: Container[str]) -> list[Case]:
+    """The cases, each after the one that finds the cap that its budget is a share of.
+
+    ``caps`` names those that are known.
+    """
+    listed = {it.cap_of(it.method): it for it in reversed(cases) if it.budget == "smallest"}
+    found: dict[Case, None] = {}
+    for case in cases:
+        name = case.cap_of(case.peer)
+        if case.peer and name not in caps:
+            alone = replace(case, method=case.peer, budget="smallest", equal_steps=0, round=0)
+            found[listed.get(name, replace(alone, shared=False))] = None
+        found[case] = None
+    return list(found)
+
+
 def execute(cases: Sequence[Case], arguments: argparse.Namespace, limit_s: float) -> int:
     """Measure what is not in the file yet, until the time is up. Gives an exit status."""
     out: Path = arguments.out
     deadline = time.monotonic() + limit_s
     # What crashed is not tried again unless its line is deleted.
-    done = {records.key_of(record) for record in records.read(out)}
+    known = records.read(out)
+    cases = after_caps(cases, records.caps(known))
+    done = {records.key_of(record) for record in known}
     todo = [case for case in cases if case.key not in done]
     if len(todo) < len(cases):
         print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {out}")
@@ -127,18 +163,34 @@ def execute(cases: Sequence[Case], arguments: argparse.Namespace, limit_s: float
         remaining = group
         while remaining:
             known = records.read(out)
+            remaining, caps = _capped(remaining, records.caps(known))
+            if not remaining:
+                break
             left = deadline - time.monotonic()
             if left < _expected(remaining[0], known):
                 print(f"out of time before {label(remaining[0])}")
                 return 0
             allowed = min(left, arguments.case_limit_s * len(remaining))
-            remaining, ended = measure(
-                remaining, records.references(known), allowed, lambda record: _keep(record, out)
-            )
+            told = {"references": records.references(known), "caps": caps}
+            remaining, ended = measure(remaining, told, allowed, lambda record: _keep(record, out))
             if ended is not None and time.monotonic() < deadline:
                 failed = remaining.pop(0)
                 _keep(failed.as_json() | {"outcome": "crash", "error": ended}, out)
     return 0
+
+
+def _capped(
+    cases: Sequence[Case], caps: Mapping[str, int | None]
+) -> tuple[list[Case], dict[str, int]]:
+    """The cases but for those whose budget is a share of a cap that there is not, and the caps."""
+    passed = {name: cap for name, cap in caps.items() if cap is not None}
+    ready = []
+    for case in cases:
+        if case.peer and case.cap_of(case.peer) not in passed:
+            print(f"left out, as {case.peer} passed no cap: {label(case)}")
+        else:
+            ready.append(case)
+    return ready, passed
 
 
 def _expected(case: Case, known: Iterable[Record]) -> float:
@@ -183,5 +235,10 @@ def line(record: Record) -> str:
         f"{record.get('allocation_retries')}, {record.get('planner')} moves "
         f"{record.get('moved_values')}, stall {ms('stall_seconds')} predicted "
         f"{ms('predicted_stall_seconds')}, warm-up {record.get('warm_up')}, equal "
-        f"{record.get('equal')}, {number('wall_seconds', 1, 1)} s {record.get('error', '')}"
+        f"{record.get('equal')}, {number('wall_seconds', 1, 1)} s {_last_line(record)}"
     )
+
+
+def _last_line(record: Record) -> str:
+    """What went wrong; the record has the rest."""
+    return str(record.get("error", "")).strip().rpartition("\n")[2]

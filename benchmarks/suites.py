@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
+from typing import Any
 
 from benchmarks.cases import OURS, Case
 
@@ -54,6 +55,47 @@ def _shares() -> Iterable[Case]:
         yield Case("vgg19", OURS + "auto", "12GiB", precision)
 
 
+def _targets() -> Iterable[Case]:
+    """Ours within what a peer needs or a paper printed, beside plain and the peer."""
+    for layout in (True, False):
+        yield from _against_peers("resnet50", ("checkpoint",), channels_last=layout)
+        yield Case("resnet50", OURS + "auto", "50%:checkpoint", "bf16", layout, shared=True)
+    for precision, budget in (("tf32", "12GiB"), ("fp32", "12GiB"), ("bf16", "6GiB")):
+        yield from _within("vgg19", budget, (), precision)
+    for batch in (256, 512):
+        yield from _within("vgg16", "4GiB", (OURS + "tvdnn_greedy",), batch=batch)
+    # nvidia-smi's MB are MiB.
+    yield from _within("resnet1517", "11239MiB", (OURS + "layrub_hybrid", "checkpoint"))
+    yield from _within("vgg416", "4.2GB", ())
+    peers = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
+    for net, sizes in (
+        ("googlenet", {}),
+        ("resnet152", {}),
+        ("vit", {"batch": 128}),
+        ("gpt2", {}),
+    ):
+        yield from _against_peers(net, peers, sizes=tuple(sizes.items()))
+
+
+def _against_peers(net: str, peers: Iterable[str], **setting: Any) -> Iterable[Case]:
+    """Plain, each peer at its smallest cap, and the default policy at those caps."""
+    yield Case(net, "plain", "none", "bf16", **setting)
+    for peer in peers:
+        yield Case(net, peer, "smallest", "bf16", **setting)
+    for peer in peers:
+        yield Case(net, OURS + "auto", f"100%:{peer}", "bf16", shared=True, **setting)
+
+
+def _within(
+    net: str, budget: str, others: Iterable[str], precision: str = "fp32", **sizes: int
+) -> Iterable[Case]:
+    """Plain, and the default policy and others within one budget."""
+    given = tuple(sizes.items())
+    yield Case(net, "plain", "none", precision, sizes=given)
+    for method in (OURS + "auto", *others):
+        yield Case(net, method, budget, precision, sizes=given)
+
+
 def _save_on_cpu() -> Iterable[Case]:
     """At the peak that save_on_cpu needs, and at two budgets above."""
     for method in ("plain", "save_on_cpu"):
@@ -101,6 +143,7 @@ SUITES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "plain": _plain,
     "founders": _founders,
     "shares": _shares,
+    "targets": _targets,
     "save_on_cpu": _save_on_cpu,
     "peers": _peers,
     "oracle": _oracle,

@@ -70,6 +70,12 @@ def test_a_percentage_is_of_plains_peak() -> None:
     assert half["budget_bytes"] == plain["peak_allocated_bytes"] // 2
 
 
+def test_a_budget_is_a_share_of_a_peers_cap() -> None:
+    case = Case("vgg19", "save_on_cpu", "50%:checkpoint", **_toy())
+    record = child._outcome(case, Known({}, {case.cap_of("checkpoint"): 3 << 20}))
+    assert (record["outcome"], record["budget_bytes"]) == ("ok", 3 << 19)
+
+
 def _toy() -> dict[str, Any]:
     return {"device": "cpu", "toy": True, "repeats": 2}
 

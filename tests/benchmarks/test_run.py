@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import records
+from benchmarks import records, run
 from benchmarks.cases import Case, from_json, key_of
 from benchmarks.plot import points
 from benchmarks.processes import grouped, measure
-from benchmarks.run import in_rounds
+from benchmarks.run import add_arguments, after_caps, in_rounds
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +27,8 @@ def benchmarks(*arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *map(str, arguments)],
         cwd=ROOT,
+        # Threads that wait for one another would take the time of everything beside them.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=110,
@@ -55,6 +60,29 @@ def test_only_neighbours_that_may_share_a_process_do() -> None:
     shared = [Case("resnet50", m, "own", shared=True) for m in ("belady:auto", "belady:floor")]
     other = Case("vgg19", "belady:auto", "own", shared=True)
     assert list(grouped([alone, alone, *shared, other])) == [[alone], [alone], shared, [other]]
+
+
+def test_a_cap_is_found_before_what_needs_it() -> None:
+    toy: dict[str, Any] = {"device": "cpu", "toy": True}
+    plain = Case("resnet50", "plain", **toy)
+    first = Case("resnet50", "belady:auto", "100%:checkpoint", shared=True, **toy)
+    second = Case("resnet50", "belady:auto", "50%:save_on_cpu", shared=True, **toy)
+    listed = Case("resnet50", "save_on_cpu", "smallest", equal_steps=6, round=1, **toy)
+    added = Case("resnet50", "checkpoint", "smallest", **toy)
+    cases = [plain, first, second, listed]
+    assert after_caps(cases, {}) == [plain, added, first, listed, second]
+    assert after_caps(cases, {first.cap_of("checkpoint")}) == [plain, first, listed, second]
+    assert first.together == second.together != replace(first, budget="smallest").together
+
+
+def test_a_cap_of_another_setting_is_another() -> None:
+    case = Case("resnet50", "belady:auto", "100%:checkpoint")
+    found = Case("resnet50", "checkpoint", "smallest", "tf32", repeats=3, equal_steps=6, round=2)
+    record = found.as_json() | {"outcome": "ok", "budget_bytes": 5}
+    failed = found.as_json() | {"outcome": "out of memory", "round": 3}
+    assert records.caps([failed, record, failed]) == {case.cap_of("checkpoint"): 5}
+    assert replace(case, precision="bf16").cap_of("checkpoint") not in records.caps([record])
+    assert records.caps([failed]) == {case.cap_of("checkpoint"): None}
 
 
 def test_records_of_before_there_were_keys_are_read_and_merged(tmp_path: Path) -> None:
@@ -107,9 +135,47 @@ def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
     assert {point.series for point in points([r for r in found if r["outcome"] == "ok"])} == {
         "plain", "belady:auto", "bound", "checkpoint",
     }  # fmt: skip
+    _ours_ran_at_the_peers_cap(found)
     benchmarks("plot", out, "-o", tmp_path / "out.svg")
-    assert "are in" in benchmarks(*arguments)
+    again = benchmarks(*arguments)
+    assert "are in" in again
+    assert "left out, as trl passed no cap: vgg19" in again
     assert records.read(out) == found
+
+
+def _ours_ran_at_the_peers_cap(found: list[dict[str, Any]]) -> None:
+    caps = {(r["method"], r["budget"]): r.get("budget_bytes") for r in found}
+    assert caps["belady:auto", "100%:checkpoint"] == caps["checkpoint", "smallest"]
+    assert ("belady:auto", "100%:trl") not in caps
+
+
+def test_a_peer_is_measured_where_its_cap_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def measured(cases: list[Case], known: Any, _seconds: float, keep: Any) -> tuple[Any, None]:
+        told.append(dict(known["caps"]))
+        keep(cases[0].as_json() | {"outcome": "ok", "budget_bytes": 7})
+        return cases[1:], None
+
+    monkeypatch.setattr(run, "measure", measured)
+    case = Case("vgg19", "belady:auto", "50%:checkpoint")
+    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", case_limit_s=9.0)
+    for _ in range(2):
+        run.execute([case], arguments, 60)
+    first, second = records.read(arguments.out)
+    assert (first["method"], first["budget"]) == ("checkpoint", "smallest")
+    assert from_json(second) == case
+    assert told == [{}, {case.cap_of("checkpoint"): 7}]
+
+
+@pytest.mark.parametrize("budget", ["4GiBs", "x%", "50%:nobody", "50%save_on_cpu", "least"])
+def test_a_budget_that_cannot_be_read_is_refused_at_once(budget: str, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    with pytest.raises(argparse.ArgumentError, match="budget"):
+        parser.parse_args([str(tmp_path / "out"), "--budget", budget])
 
 
 def _capped_cases_keep_to_their_caps(found: list[dict[str, Any]]) -> None:
