@@ -119,6 +119,9 @@ class Tracker:
                 self._iteration = conductor.start(key, module, call)
             finally:
                 self._preparing = False
+            observation = self._iteration.observation
+            if observation is not None and not self._whole:
+                observation.on_interrupted = _Hook(self, "_abort")
         self._inside = module
         self._iteration.enter(key, module, call)
 

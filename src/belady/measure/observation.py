@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode,
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from belady.ir.trace import Phase, Source, StorageKind, Trace
 from belady.measure.clock import Clock
-from belady.measure.modules import module_paths
+from belady.measure.modules import RootCall, module_paths
 from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
 from belady.measure.trials import Trials
@@ -35,6 +36,11 @@ class Observation:
         The roots, whose parameters and buffers are persistent.
     trials
         Learns which ops can be run again; None leaves that out.
+
+    Attributes
+    ----------
+    on_interrupted
+        Called where the program goes on after a root ended without a word; None: do not look.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class Observation:
     ) -> None:
         self.recorder = Recorder(device, clock, trials)
         self.roots: list[str] = []
+        self.on_interrupted: Callable[[], None] | None = None
         self._modules = list(modules)
         self._paths = ExitStack()
         self._held_before = _allocated(device)
@@ -71,11 +78,14 @@ class Observation:
         for tensor in tree_leaves(call):
             if isinstance(tensor, torch.Tensor):
                 recorder.adopt_new(tensor, StorageKind.INPUT)
+        if self.on_interrupted is not None:
+            recorder.call = RootCall(module)
+            self._paths.callback(register_module_forward_pre_hook(self._module_begins).remove)
         self._paths.enter_context(module_paths(module, recorder.modules))
 
     def leave_pass(self) -> None:
         """The root returned."""
-        self._paths.close()
+        self._end_call()
         self.recorder.phase = Phase.LOSS
 
     def stop(self) -> None:
@@ -83,7 +93,7 @@ class Observation:
         if not self._attached:
             return
         self._attached = False
-        self._paths.close()
+        self._end_call()
         above = []
         while self.recorder in (stack := _get_current_dispatch_mode_stack()):
             if stack[-1] is self.recorder:
@@ -114,6 +124,18 @@ class Observation:
     def peak_bytes(self, round_bytes: int) -> int:
         """Most bytes really held during one op, by count of live storages."""
         return max(held_bytes(self.recorder, round_bytes), default=0)
+
+    def _module_begins(self, *_: Any) -> None:
+        """See whether the program goes on elsewhere; inside an op no mode can be taken off."""
+        call = self.recorder.call
+        with self.recorder.aside():
+            over = call is not None and call.is_over()
+        if over and self.recorder in _get_current_dispatch_mode_stack() and self.on_interrupted:
+            self.on_interrupted()
+
+    def _end_call(self) -> None:
+        self.recorder.call = None
+        self._paths.close()
 
     def _adopt_state(self) -> None:
         for module in self._modules:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.ir.trace import Mode, Phase, StorageKind, Use
 from belady.measure.clock import Clock
+from belady.measure.modules import RootCall
 from belady.measure.records import (
     RawOp,
     RawSave,
@@ -53,6 +54,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Of the tensor operands of every op.
     owners
         Tensors that were adopted, by storage.
+    call
+        The call of a root that is under way, or None.
     """
 
     supports_higher_order_operators = True
@@ -74,6 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = Phase.FORWARD
         self.pass_index = 0
         self.modules: list[str] = []
+        self.call: RootCall | None = None
         self.paused = 0
         self.contents: dict[int, int] = {}
         self.shapes: list[tuple[tuple[int, ...], ...]] = []
@@ -160,10 +164,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        gap = perf_counter() - self._last
         kwargs = kwargs or {}
         if self.paused or func.namespace == "prim" or func is _DETACH:
             return func(*args, **kwargs)
-        op = self._begin(func, args, kwargs, perf_counter() - self._last)
+        if self.call is not None and self.call.is_over():
+            # Nobody's op of ours; a mode cannot be taken off inside it.
+            return func(*args, **kwargs)
+        op = self._begin(func, args, kwargs, gap)
         trials = self.trials if op.phase in _REPLAYED else None
         recipe = trials.draft(func, args, kwargs, self._value_of) if trials is not None else None
         self.clock.start()
