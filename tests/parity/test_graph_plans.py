@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from torch import Tensor
 
-from belady.graph.contents import Content
 from belady.ir.plan import Budget, Decision, Encode, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.measure.probe import probe
+from belady.memory.contents import Moved
 from belady.memory.parcels import HostParcel
 from belady.planners import plan as make_plan
 from belady.planners import smallest_budget
@@ -143,14 +143,12 @@ def test_no_policy_changes_a_bit(task: Task) -> None:
 # -- mistakes that an engine could make, and that must be noticed here ----------------------------
 
 
-def takes_without_waiting(self: Content) -> Tensor:
-    if self._source is not None:
-        return self._source
+def takes_without_waiting(self: Moved) -> Tensor:
+    if self.source is not None:
+        return self.source
     self.bring()
-    if self._decoded is not None:
-        return self._decoded
-    assert self._arrival is not None
-    return self._arrival.tensor
+    assert self.arrival is not None
+    return self.arrival.tensor
 
 
 def frees_without_waiting(self: HostParcel) -> None:
@@ -160,7 +158,7 @@ def frees_without_waiting(self: HostParcel) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "mistake"),
     [
-        (Content, "take", takes_without_waiting),
+        (Moved, "take", takes_without_waiting),
         (HostParcel, "wait_sent", frees_without_waiting),
     ],
     ids=["take", "free"],

@@ -9,9 +9,9 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from belady.eager.content import Moved
 from belady.eager.planned import Planned
 from belady.errors import PlanMismatchError
+from belady.memory.contents import Moved
 from belady.memory.parcels import HostParcel
 from tests.parity.racing import (
     Observed,

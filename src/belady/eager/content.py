@@ -1,19 +1,16 @@
-"""The bytes of one saved storage at one version, wherever they are at the moment."""
+"""What autograd holds in place of what it saves."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from belady.ir.trace import Tier
-from belady.memory.carrier import Arrival, Carrier, Parcel
-from belady.memory.codecs import Encoded, decode, encode
-from belady.memory.geometry import Geometry, content_of, unseen
-from belady.memory.lanes import current_stream
+from belady.memory.contents import Moved, Packed
+from belady.memory.geometry import Geometry, content_of
 from belady.memory.witness import demand_unchanged, witness
+
+__all__ = ["Content", "Kept", "Moved", "Packed", "Saved", "unpack"]
 
 
 class Content(Protocol):
@@ -36,153 +33,6 @@ class Content(Protocol):
     def let_go(self) -> None:
         """Drop what can be had again."""
         ...
-
-
-class Moved:
-    """Bytes that leave the device and come back.
-
-    ``source`` (the original), ``parcel`` (the copy elsewhere) and ``here`` (the bytes brought
-    back) are never all absent, so the value can always be taken.
-
-    Parameters
-    ----------
-    tensor
-        A saved tensor; bytes ``start`` to ``stop`` of its storage are managed.
-
-    Attributes
-    ----------
-    identity
-        Weak reference to the storage; while it lives its address names no other storage.
-    version
-        Version of the tensor when its bytes were taken.
-    unread
-        Reads in backward that are still to come, where a plan knows them.
-    given
-        Witnesses of the tensors handed out on the present bytes, and their versions.
-    label
-        What records call the bytes: the number of the value in the trace.
-    """
-
-    def __init__(self, tensor: torch.Tensor, start: int, stop: int, carrier: Carrier) -> None:
-        self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.version = tensor._version
-        self.unread = 0
-        self.label = -1
-        self.given: list[tuple[torch.Tensor, int]] = []
-        self.skipped_bytes = start
-        self.carrier = carrier
-        self.source: torch.Tensor | None = content_of(tensor, start, stop)
-        self.parcel: Parcel | None = None
-        self.arrival: Arrival | None = None
-        self.here: torch.Tensor | None = None
-        # Streams: of the op that saves the bytes, of their way back, and of their last reader.
-        self._producer = current_stream(carrier.device)
-        self._home: torch.cuda.Stream | None = None
-        self._reader: torch.cuda.Stream | None = None
-
-    def send(self, tier: Tier) -> None:
-        """Issue the copy-out, once; it follows what the saving op's stream has been given so far.
-
-        Raises
-        ------
-        TierFullError, SpillError
-            If the tier cannot take the bytes; they stay.
-        """
-        if self.parcel is None and self.source is not None:
-            with unseen(), self._after_producer():
-                self.parcel = self.carrier.send(self.source, tier, self.label)
-
-    def free(self) -> None:
-        """Make compute wait for the copy-out and let go of the original."""
-        if self.parcel is not None and self.source is not None:
-            self.parcel.wait_sent()
-            self.source = None
-            self.given.clear()
-
-    def bring(self) -> None:
-        """Take device bytes and issue the copy-in, unless the bytes are here."""
-        if self.parcel is not None and self.source is None and self.arrival is None:
-            self._home = current_stream(self.carrier.device)
-            with unseen():
-                self.arrival = self.parcel.fetch()
-
-    def take(self) -> torch.Tensor:
-        """Give the bytes, making the reader's stream wait for the copy-in."""
-        if self.source is not None:
-            return self.source
-        self.bring()
-        arrival, reader = self.arrival, current_stream(self.carrier.device)
-        if arrival is None:
-            raise RuntimeError("the bytes of a saved value are in no tier")
-        if self.here is None or reader != self._reader:
-            arrival.wait()
-            self.here, self._reader = arrival.tensor, reader
-            if reader != self._home and reader is not None:
-                # The bytes belong to the stream that asked for them; without this it could use
-                # them again while another one reads.
-                self.here.record_stream(reader)
-        return self.here
-
-    def _after_producer(self) -> AbstractContextManager[object]:
-        producer = self._producer
-        if producer is None or producer == current_stream(self.carrier.device):
-            return nullcontext()
-        return producer
-
-    @property
-    def shared(self) -> bool:
-        """Whether another reader would get the same bytes."""
-        return self.source is not None or self.here is not None
-
-    def let_go(self) -> None:
-        """Drop the bytes brought back; autograd holds those that it still needs."""
-        if self.source is None:
-            self.here = self.arrival = None
-            self.given.clear()
-
-
-class Packed:
-    """Bytes held on the device in a lossless encoding."""
-
-    def __init__(self, tensor: torch.Tensor, encoded: Encoded) -> None:
-        self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.version = tensor._version
-        self.unread = 0
-        self.given: list[tuple[torch.Tensor, int]] = []
-        self.skipped_bytes = 0
-        self.dtype = tensor.dtype
-        self.encoded = encoded
-        self.here: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Packed | None:
-        """Encode the whole storage of ``tensor``; None when that gains nothing."""
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes % tensor.dtype.itemsize:
-            return None
-        whole = Geometry(
-            tensor.dtype, torch.Size([nbytes // tensor.dtype.itemsize]), (1,), 0, False, False
-        )
-        with unseen():
-            encoded = encode(whole.on(content_of(tensor, 0, nbytes)))
-        return None if encoded is None else cls(tensor, encoded)
-
-    def take(self) -> torch.Tensor:
-        """Decode the bytes."""
-        if self.here is None:
-            with unseen():
-                self.here = decode(self.encoded).view(-1).view(torch.uint8)
-        return self.here
-
-    @property
-    def shared(self) -> bool:
-        """Whether another reader would get the same bytes."""
-        return self.here is not None
-
-    def let_go(self) -> None:
-        """Drop the decoded bytes."""
-        self.here = None
-        self.given.clear()
 
 
 class Saved:

@@ -15,7 +15,7 @@ from belady.ir.trace import Save, Tier, Trace
 
 @dataclass
 class Content:
-    """Bytes of one value, as `belady.eager.content.Moved` or `belady.eager.replay` holds them."""
+    """Bytes of one value, as `belady.memory.contents.Moved` or `belady.eager.replay` holds them."""
 
     unread: int
     replay: bool = False
