@@ -7,23 +7,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from belady._version import __version__
 from belady.eager.conductor import Conductor
 from belady.eager.limits import Limits, clamped, device_of
+from belady.eager.ordering import ALWAYS
 from belady.eager.tracker import Tracker
 from belady.errors import OutOfMemoryError
+from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier
 from belady.measure.monitor import Sample
 from belady.measure.probe import probe
-from belady.measure.stages import Stage
+from belady.measure.stages import Policy, Stage
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
+
+if TYPE_CHECKING:
+    from belady.graph.roots import Roots
+    from belady.graph.session import Session
+
+_Opened = TypeVar("_Opened", "Conductor", "Session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ def virtualize(
     disk_budget: object = None,
     spill_dir: str | None = None,
     exact: bool = False,
+    engine: str = "eager",
 ) -> VirtualMemory:
     """Train within a budget of device memory, with the same results.
 
@@ -67,6 +76,10 @@ def virtualize(
         Folder on a disk for spilled bytes; None is the system's folder for temporary files.
     exact
         Forbid every decision that can change a bit of the result.
+    engine
+        ``"eager"``: hooks, for any PyTorch code. ``"graph"``: what `torch.compile` can capture of
+        the models runs as graphs whose ops are moved and repeated one by one; the rest of them
+        runs as plain PyTorch, unmanaged, and the report says which parts.
 
     Returns
     -------
@@ -78,7 +91,8 @@ def virtualize(
     BudgetError
         If a budget cannot be read.
     ValueError
-        If the policy is unknown.
+        If the policy or the engine is unknown, or the two do not go together, or a module cannot be
+        captured.
     TypeError
         If ``models`` holds anything but modules.
 
@@ -88,7 +102,7 @@ def virtualize(
     everything that can move does, and are observed; they are slow. A budget that no plan can keep
     is refused with `InfeasibleBudgetError` inside the first call, before anything runs.
     """
-    limits = Limits(budget, host_budget, disk_budget, spill_dir, policy, exact)
+    limits = Limits(budget, host_budget, disk_budget, spill_dir, policy, exact, engine)
     given = [models] if isinstance(models, torch.nn.Module) else list(models)
     return VirtualMemory(given, limits)
 
@@ -109,7 +123,7 @@ class VirtualMemory:
         if limits.policy not in POLICIES:
             raise ValueError(f"unknown policy {limits.policy!r}: one of {', '.join(POLICIES)}")
         self.listeners: list[Callable[[IterationStats], None]] = []
-        self._tracker = Tracker(self._set_up, self._ended)
+        self._tracker = self._engine()
         self._count = 0
         self._recorded = False
         self._untold: tuple[Stage, Sample] | None = None
@@ -174,7 +188,10 @@ class VirtualMemory:
         from belady.report.text import describe
 
         run = self.run()
-        return "belady: no iteration has been planned yet\n" if run is None else describe(run)
+        if run is not None:
+            return describe(run)
+        left_out: list[str] = getattr(self._tracker.conductor, "left_out", list)()
+        return "\n".join(["belady: no iteration has been planned yet", *left_out, ""])
 
     @property
     def verified(self) -> bool | None:
@@ -227,7 +244,47 @@ class VirtualMemory:
                 )
             )
 
-    def _set_up(self, module: torch.nn.Module) -> Conductor:
+    def _engine(self) -> Tracker | Roots:
+        engine, policy = self._limits.engine, self._limits.policy
+        if engine == "eager":
+            return Tracker(self._conductor, self._ended)
+        if engine != "graph":
+            raise ValueError(f"unknown engine {engine!r}: 'eager' or 'graph'")
+        if policy in ALWAYS:
+            raise ValueError(
+                f"policy {policy!r} puts the ops of backward in another order, which "
+                "engine='graph' does not: use engine='eager'"
+            )
+        # Not before it is needed: Dynamo takes a second to load.
+        from belady.graph.roots import Roots
+
+        return Roots(self._session)
+
+    def _conductor(self, module: torch.nn.Module) -> Conductor:
+        policy, hardware, carrier = self._set_up(module)
+        return self._opened(Conductor(policy, hardware, carrier, self._tracker.roots))
+
+    def _session(self, module: torch.nn.Module) -> Session:
+        from belady.graph.session import Session
+
+        # The models hold what was compiled of them, which holds the session.
+        held = weakref.WeakMethod(self._ended)
+
+        def ended(stage: Stage, sample: Sample) -> None:
+            tell = held()
+            if tell is not None:
+                tell(stage, sample)
+
+        policy, hardware, carrier = self._set_up(module)
+        return self._opened(Session(policy, hardware, carrier, self._tracker.roots, ended))
+
+    def _opened(self, engine: _Opened) -> _Opened:
+        self._undo.callback(engine.close)
+        if self._recorded:
+            engine.record()
+        return engine
+
+    def _set_up(self, module: torch.nn.Module) -> tuple[Policy, HardwareProfile, Carrier]:
         """Look at the machine and make the budget real."""
         device = device_of(module)
         hardware = probe(device, spill_dir=self._limits.spill_dir)
@@ -240,9 +297,4 @@ class VirtualMemory:
         )
         self._undo.callback(carrier.close)
         self._undo.callback(enforce(device, self._budget.device_bytes))
-        policy = self._limits.policy_for(self._budget)
-        conductor = Conductor(policy, hardware, carrier, self._tracker.roots)
-        self._undo.callback(conductor.close)
-        if self._recorded:
-            conductor.record()
-        return conductor
+        return self._limits.policy_for(self._budget), hardware, carrier

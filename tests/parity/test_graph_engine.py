@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import belady
 from belady.errors import InfeasibleBudgetError, StaleValueError
-from belady.graph.engine import Compiled, compiled
 from belady.graph.joint import Joint
 from belady.graph.kinds import Kind
 from belady.graph.layout import Layout
+from belady.graph.session import Session
 from belady.ir.plan import Offload
 from belady.ir.trace import Tier
 from belady.measure.stages import Stage
+from belady.virtual import VirtualMemory
 from tests.support.models import CLASSES, CNN, GAN, GPT, LSTM, TIED, Residual, Task
 from tests.support.training import (
     Step,
@@ -51,19 +53,20 @@ def expected(task: Task, step: Step, device: str) -> dict[str, Tensor]:
     return Training(task, device).run(step, ITERATIONS).outcome()
 
 
-def train(task: Task, step: Step, budget: int, policy: str, device: str) -> Compiled:
+def within(models: list[nn.Module], budget: int, policy: str) -> VirtualMemory:
+    return belady.virtualize(models, budget, policy=policy, engine="graph")
+
+
+def train(task: Task, step: Step, budget: int, policy: str, device: str) -> VirtualMemory:
     """Train under a budget and compare with plain PyTorch."""
     training = Training(task, device)
-    models = training.models
-    with compiled(models, budget, policy=policy) as engine:
-        training.models = engine.models
+    with within(training.models, budget, policy) as vm:
         training.run(step, ITERATIONS)
-        training.models = models
     assert differences(expected(task, step, device), training.outcome()) == []
-    return engine
+    return vm
 
 
-def train_tightly(task: Task, step: Step, policy: str, device: str) -> Compiled:
+def train_tightly(task: Task, step: Step, policy: str, device: str) -> VirtualMemory:
     """Train at the smallest budget, found by doing as each refusal says."""
     budget = 1 if device == "cpu" else 1 << 29
     for _ in range(4):
@@ -74,8 +77,14 @@ def train_tightly(task: Task, step: Step, policy: str, device: str) -> Compiled:
     raise AssertionError(f"{budget} bytes, the last figure named, were refused as well")
 
 
-def kinds_of(engine: Compiled) -> list[Kind]:
-    return list(engine.session._kinds.values())
+def session_of(vm: VirtualMemory) -> Session:
+    session = vm._tracker.conductor
+    assert isinstance(session, Session)
+    return session
+
+
+def kinds_of(vm: VirtualMemory) -> list[Kind]:
+    return list(session_of(vm)._kinds.values())
 
 
 @pytest.mark.parametrize(
@@ -84,10 +93,10 @@ def kinds_of(engine: Compiled) -> list[Kind]:
     ids=lambda step: step.__name__,
 )
 def test_a_model_trains_in_its_smallest_budget(step: Step, device: str) -> None:
-    engine = train_tightly(CNN, step, "hybrid", device)
-    (kind,) = kinds_of(engine)
+    vm = train_tightly(CNN, step, "hybrid", device)
+    (kind,) = kinds_of(vm)
     assert kind.stage is Stage.STEADY
-    run = engine.run()
+    run = vm.run()
     assert run is not None
     assert run.measured is not None
     if device == "cpu":
@@ -101,13 +110,13 @@ def test_a_model_trains_in_its_smallest_budget(step: Step, device: str) -> None:
 
 @pytest.mark.parametrize("task", [GPT, TIED, GAN], ids=str)
 def test_models_of_every_shape(task: Task, device: str) -> None:
-    engine = train_tightly(task, adversarial if task is GAN else plain, "hybrid", device)
-    assert all(kind.stage is Stage.STEADY for kind in kinds_of(engine))
+    vm = train_tightly(task, adversarial if task is GAN else plain, "hybrid", device)
+    assert all(kind.stage is Stage.STEADY for kind in kinds_of(vm))
 
 
 def test_several_calls_in_an_iteration_share_one_plan() -> None:
-    engine = train_tightly(CNN, zeroing_first, "hybrid", "cpu")
-    run = engine.run()
+    vm = train_tightly(CNN, zeroing_first, "hybrid", "cpu")
+    run = vm.run()
     assert run is not None
     assert run.trace.roots == ("graph 0", "graph 1")
     calls = {
@@ -127,8 +136,8 @@ def test_batches_of_two_sizes_are_two_kinds(device: str) -> None:
 
 
 def test_what_dynamo_does_not_capture_runs_as_plain_pytorch() -> None:
-    engine = train(LSTM, plain, ROOM, "hybrid", "cpu")
-    assert kinds_of(engine) == []
+    vm = train(LSTM, plain, ROOM, "hybrid", "cpu")
+    assert kinds_of(vm) == []
 
 
 def test_with_room_for_all_nothing_moves() -> None:
@@ -140,17 +149,18 @@ def test_with_room_for_all_nothing_moves() -> None:
 def test_a_budget_that_cannot_be_kept_is_refused_before_anything_runs() -> None:
     training = Training(CNN)
     before = {name: it.clone() for name, it in training.model.state_dict().items()}
-    engine = compiled(training.models, 1000)
-    with pytest.raises(InfeasibleBudgetError) as refusal:
-        engine.models[0](training.batch(0)[0])
-    engine.close()
+    with (
+        pytest.raises(InfeasibleBudgetError) as refusal,
+        within(training.models, 1000, "hybrid"),
+    ):
+        training.model(training.batch(0)[0])
     assert refusal.value.smallest_bytes > 1000
     after = training.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_bytes_that_are_not_as_traced_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train(CNN, plain, ROOM, "floor", "cpu").session.notes == []
+    assert session_of(train(CNN, plain, ROOM, "floor", "cpu")).notes == []
     torch._dynamo.reset()
     of = Layout.of
 
@@ -161,7 +171,7 @@ def test_bytes_that_are_not_as_traced_are_noted(monkeypatch: pytest.MonkeyPatch)
         return layout
 
     monkeypatch.setattr(Layout, "of", wrong)
-    (note,) = train(CNN, plain, ROOM, "floor", "cpu").session.notes
+    (note,) = session_of(train(CNN, plain, ROOM, "floor", "cpu")).notes
     assert note.startswith("aten.relu.default lies on other bytes")
 
 
@@ -203,13 +213,13 @@ BLOCKS = Task("blocks", lambda: [Plain()], CNN.batch)
 
 
 def test_graphs_between_breaks_share_one_plan(device: str) -> None:
-    engine = train_tightly(BROKEN, plain, "hybrid", device)
-    run = engine.run()
+    vm = train_tightly(BROKEN, plain, "hybrid", device)
+    run = vm.run()
     assert run is not None
     assert len(run.trace.roots) == 4
     moved = [run.trace.values[value] for value in run.plan.decisions]
     assert len({value.saves[0].pass_index for value in moved}) > 1
-    assert all(kind.stage is Stage.STEADY for kind in kinds_of(engine))
+    assert all(kind.stage is Stage.STEADY for kind in kinds_of(vm))
 
 
 @pytest.mark.parametrize("policy", ["floor", "hybrid"])
@@ -217,14 +227,10 @@ def test_one_graph_called_once_a_block_has_orders_for_each_call(policy: str) -> 
     training = Training(BLOCKS)
     model = training.model
     assert isinstance(model, Plain)
-    blocks = list(model.blocks)
-    with compiled(blocks, ROOM, policy=policy) as engine:
-        for place, block in enumerate(engine.models):
-            model.blocks[place] = block
+    with within(list(model.blocks), ROOM, policy) as vm:
         training.run(plain, ITERATIONS)
-        model.blocks = nn.ModuleList(blocks)
     assert differences(expected(BLOCKS, plain, "cpu"), training.outcome()) == []
-    (kind,) = kinds_of(engine)
+    (kind,) = kinds_of(vm)
     assert kind.stage is Stage.STEADY
     assert kind.graphs[0] is kind.graphs[1]
     if policy == "floor":
@@ -240,8 +246,8 @@ def test_a_result_changed_between_two_graphs_raises() -> None:
     training = Training(BLOCKS)
     model = training.model
     assert isinstance(model, Plain)
-    with compiled(list(model.blocks), ROOM, policy="floor") as engine:
-        first, second = engine.models
+    first, second = model.blocks
+    with within([first, second], ROOM, "floor"):
 
         def forward(spoil: float) -> Tensor:
             x = first(torch.tanh(model.enter(training.batch(0)[0])))

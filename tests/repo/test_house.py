@@ -13,8 +13,11 @@ FILES = sorted(SRC.rglob("*.py"))
 LONGEST_FILE = 300
 LONGEST_BODY = 50
 MOST_PARAMETERS = 7
-# "path::function" of what may break a rule: verbs, whose options typer reads off their parameters.
-ALLOWED = frozenset({"belady/cli/plan.py::plan", "belady/cli/run.py::run"})
+# "path::function" of what may break a rule: verbs, whose options typer reads off their parameters,
+# and what a user writes by name.
+ALLOWED = frozenset(
+    {"belady/cli/plan.py::plan", "belady/cli/run.py::run", "belady/virtual.py::virtualize"}
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -27,6 +27,7 @@ class Limits:
     spill_dir: str | None = None
     policy: str = "auto"
     exact: bool = False
+    engine: str = "eager"
 
     def budgets(self) -> Budget:
         """Read the budgets in bytes."""

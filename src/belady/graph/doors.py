@@ -17,7 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.output_graph import GraphCompileReason
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.errors import TraceError
@@ -25,8 +28,11 @@ from belady.errors import TraceError
 __all__ = [
     "Compilers",
     "as_boxed",
+    "breaks",
+    "compile_forward",
     "compile_joint",
     "fake_value",
+    "is_compiled",
     "is_forward",
     "keeps_graph",
     "kernel_of",
@@ -89,6 +95,47 @@ def compile_joint(
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise TraceError(str(error)) from error
     return compiled
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether somebody else's `torch.compile` has compiled calls of the module."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def compile_forward(kind: type[torch.nn.Module], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a class, called with the module, captured graph by graph.
+
+    A size that changes gets graphs of its own.
+    """
+    options: Any = {"backend": backend, "dynamic": False}
+    compiled: Callable[..., Any] = torch.compile(kind.forward, **options)
+    return compiled
+
+
+@contextmanager
+def breaks(note: Callable[[list[str]], None]) -> Iterator[None]:
+    """Tell ``note`` why calls in the block were not captured as a whole, where they were not.
+
+    Dynamo counts its reasons for the whole process, but only where it captures anew.
+    """
+    before, located = _counted(), len(graph_break_reasons)
+    try:
+        yield
+    finally:
+        counted = _counted()
+        if counted != before:
+            found = [_said(it) for it in graph_break_reasons[located:] if it.graph_break]
+            # A frame that Dynamo gave up as a whole has no place.
+            note(found or [reason.partition("\n")[0] for reason in counted if reason not in before])
+
+
+def _counted() -> dict[str, int]:
+    return {**counters["graph_break"], **counters["unimplemented"]}
+
+
+def _said(reason: GraphCompileReason) -> str:
+    what, frames = reason.reason.partition("\n")[0], reason.user_stack
+    return f"{what}, at {frames[-1].filename}:{frames[-1].lineno}" if frames else what
 
 
 @contextmanager

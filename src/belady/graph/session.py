@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from belady.graph import doors
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
+from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind, Order, settled
 from belady.graph.parts import Part
 from belady.graph.planning import Planning, name_of, part_of
@@ -19,6 +19,8 @@ from belady.graph.trace import draw
 from belady.graph.watching import Counted, Watched
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
+from belady.ir.trace import Tier
+from belady.measure.events import with_events
 from belady.measure.monitor import Monitor, Sample, summarize
 from belady.measure.stages import Policy, Stage
 from belady.memory.carrier import Carrier
@@ -29,63 +31,48 @@ _OBSERVED = 12
 _VERIFIED = 2
 
 
-@dataclass
-class _Iteration:
-    """One iteration under way.
-
-    Attributes
-    ----------
-    open
-        What its forwards left for a backward that may still come.
-    watched
-        What is learned of it, while it is observed.
-    strayed
-        Whether it went another way than its plan expects.
-    """
-
-    kind: Kind
-    contents: Contents | None
-    watched: Watched | None
-    counted: Counted | None
-    sample: Sample
-    graphs: list[Captured] = field(default_factory=list)
-    order: list[tuple[int, bool]] = field(default_factory=list)
-    open: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
-    strayed: bool = False
-    ended: bool = False
-
-
 class Session:
     """The host of all graphs of some models: `belady.graph.capture.Host`.
 
     An iteration begins with the first forward after everything that was saved has been consumed or
     thrown away.
 
+    Parameters
+    ----------
+    modules
+        The roots; the list may grow.
+    ended
+        Called after every iteration with its stage and measurement.
+
     Attributes
     ----------
     reasons
-        Why graphs run as plain PyTorch, and how many do.
+        Why parts of the models run as plain PyTorch, and how often each was met.
     notes
         What a user should know, one sentence each.
     """
 
     def __init__(
         self,
-        modules: Sequence[torch.nn.Module],
         policy: Policy,
         hardware: HardwareProfile,
         carrier: Carrier,
+        modules: Sequence[torch.nn.Module],
+        ended: Callable[[Stage, Sample], None],
     ) -> None:
         self.device = carrier.device
-        self.reasons: dict[str, int] = {}
+        self.reasons: Counter[str] = Counter()
         self.notes: list[str] = []
-        self._modules = list(modules)
-        self._planning = Planning(self._modules, policy, hardware, carrier)
+        self._modules = modules
+        self._planning = Planning(modules, policy, hardware, carrier)
+        self._budget_bytes = policy.budget.device_bytes
         self._hardware = hardware
         self._carrier = carrier
+        self._ended = ended
+        self._recording = False
         self._monitor = Monitor(self.device, carrier)
         self._kinds: dict[Captured, Kind] = {}
-        self._iteration: _Iteration | None = None
+        self._iteration: Iteration | None = None
         self._latest: Kind | None = None
         self._closed = False
 
@@ -94,7 +81,11 @@ class Session:
 
     def not_captured(self, reason: str) -> None:
         """Count it."""
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        self.reasons[reason] += 1
+
+    def record(self) -> None:
+        """Take down every event of the next steady iteration that moves anything."""
+        self._recording = True
 
     def enter(self, graph: Captured, args: Sequence[Any]) -> Turn:
         """Choose the program of a forward.
@@ -113,6 +104,7 @@ class Session:
         call = len(iteration.graphs)
         iteration.graphs.append(graph)
         iteration.order.append((call, True))
+        iteration.anchor()
         force, kind = iteration.kind.force, iteration.kind
         if force is not None and kind.graphs[call : call + 1] == (graph,):
             counted = iteration.counted
@@ -143,6 +135,7 @@ class Session:
             return
         iteration, call = state.turn.tag
         iteration.order.append((call, False))
+        iteration.anchor()
         watched = iteration.watched
         if iteration.counted is not None:
             iteration.counted.seen(args)
@@ -182,6 +175,7 @@ class Session:
             self._monitor.cancel()
         self._carrier.sweep()
         if not all(forward for _, forward in iteration.order) and iteration.ended:
+            self._ended(iteration.kind.stage, iteration.sample)
             order = tuple(iteration.order)
             if iteration.watched is not None:
                 self._observed(iteration, iteration.watched, order)
@@ -190,21 +184,41 @@ class Session:
 
     def close(self) -> None:
         """From now on graphs save on the device, as plain PyTorch does. Idempotent."""
+        self._settle()
         iteration, self._iteration, self._closed = self._iteration, None, True
         if iteration is not None and not iteration.ended:
             self._monitor.cancel()
 
+    def _settle(self) -> None:
+        """Learn from an iteration under a plan whose end only the next one would show."""
+        iteration = self._iteration
+        if iteration is not None and iteration.ended and iteration.kind.force is not None:
+            self.finish()
+
+    @property
+    def verified(self) -> bool | None:
+        """Whether measured peaks kept to the budget; None before anything was verified."""
+        done = [kind.measured for kind in self._kinds.values() if kind.measured is not None]
+        if not done:
+            return None
+        return all(max(m.peak(Tier.DEVICE), m.reserved_bytes) <= self._budget_bytes for m in done)
+
     def run(self, versions: tuple[tuple[str, str], ...] = ()) -> Run | None:
         """Everything known of the kind of iteration that ran last under a plan, or None."""
+        self._settle()
         kind = self._latest
         if kind is None or kind.force is None:
             return None
         trace, plan = kind.force.drawn.trace, kind.force.plan
         predicted = simulate(trace, self._hardware, plan)
-        notes = (*self.notes, *(f"not captured: {reason}" for reason in self.reasons))
+        notes = (*self.notes, *self.left_out())
         return Run(trace, self._hardware, plan, predicted, kind.measured, notes, versions)
 
-    def _begin(self, graph: Captured) -> _Iteration:
+    def left_out(self) -> list[str]:
+        """What of the models runs as plain PyTorch, one sentence each."""
+        return [f"not captured, and so not managed: {reason}" for reason in self.reasons]
+
+    def _begin(self, graph: Captured) -> Iteration:
         kind = self._kinds.setdefault(graph, Kind())
         watched = Watched.begin(self._modules, self.device) if kind.watched else None
         force = kind.force
@@ -215,11 +229,13 @@ class Session:
         if force is not None:
             landing = None if counted is None else counted.seen
             contents = Contents(self._carrier, force.tiers, landing)
-        sample = self._monitor.begin(0 if kind.stage is Stage.STEADY else 1)
-        self._iteration = _Iteration(kind, contents, watched, counted, sample)
+        steady = kind.stage is Stage.STEADY
+        moves = force is not None and not force.plan.moves_nothing
+        sample = self._monitor.begin(2 if steady and moves and self._recording else int(not steady))
+        self._iteration = Iteration(kind, contents, watched, counted, sample)
         return self._iteration
 
-    def _observed(self, iteration: _Iteration, watched: Watched, order: Order) -> None:
+    def _observed(self, iteration: Iteration, watched: Watched, order: Order) -> None:
         kind = iteration.kind
         kind.observed += 1
         for op in sorted(watched.surprises):
@@ -241,7 +257,7 @@ class Session:
             kind.stage = Stage.WARM if drawn is None else Stage.TIMED
             kind.graphs, kind.order, kind.warm = tuple(iteration.graphs), order, drawn
 
-    def _carried_out(self, iteration: _Iteration, order: Order) -> None:
+    def _carried_out(self, iteration: Iteration, order: Order) -> None:
         kind = iteration.kind
         self._latest = kind
         if iteration.strayed or not kind.same(iteration.graphs, order):
@@ -259,6 +275,9 @@ class Session:
             if len(kind.samples) == _VERIFIED:
                 kind.measured = summarize(kind.samples, kind.peak_bytes, ())
                 kind.stage = Stage.STEADY
+        elif iteration.sample.tape is not None and kind.measured is not None:
+            kind.measured = with_events(kind.measured, iteration.sample.tape)
+            self._recording = False
 
 
 def _is_whole(order: Order) -> bool:

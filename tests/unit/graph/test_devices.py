@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from belady.graph.engine import compiled
+import belady
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.trace import Tier, Trace
 from belady.memory.carrier import Carrier
@@ -108,15 +108,12 @@ def test_a_plan_that_moves_everything_leaves_it(name: str) -> None:
 @pytest.mark.parametrize("name", SCALES)
 def test_it_is_in_no_decision_once_it_was_seen(name: str) -> None:
     expected, training = Training(task_of(name)).run(plain, ITERATIONS), Training(task_of(name))
-    models = training.models
-    with compiled(models, 1 << 30, policy="baseline") as engine:
-        training.models = engine.models
+    with belady.virtualize(training.models, 1 << 30, policy="baseline", engine="graph") as vm:
         training.run(plain, ITERATIONS)
-        training.models = models
-        run = engine.run()
+    run = vm.run()
     assert run is not None
     assert differences(expected.outcome(), training.outcome()) == []
     saved = {save.shape for index in run.trace.saved for save in run.trace.values[index].saves}
     assert saved
     assert SEED not in saved
-    assert engine.session.notes == []
+    assert run.notes == ()

@@ -1,0 +1,44 @@
+"""One iteration of captured graphs under way."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+from belady.graph.capture import Captured, State
+from belady.graph.contents import Contents
+from belady.graph.kinds import Kind
+from belady.graph.watching import Counted, Watched
+from belady.measure.monitor import Sample
+
+
+@dataclass
+class Iteration:
+    """One iteration under way.
+
+    Attributes
+    ----------
+    open
+        What its forwards left for a backward that may still come.
+    watched
+        What is learned of it, while it is observed.
+    strayed
+        Whether it went another way than its plan expects.
+    """
+
+    kind: Kind
+    contents: Contents | None
+    watched: Watched | None
+    counted: Counted | None
+    sample: Sample
+    graphs: list[Captured] = field(default_factory=list)
+    order: list[tuple[int, bool]] = field(default_factory=list)
+    open: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
+    strayed: bool = False
+    ended: bool = False
+
+    def anchor(self) -> None:
+        """A part begins: take it down, where the iteration is recorded and goes as planned."""
+        tape, force = self.sample.tape, self.kind.force
+        if tape is not None and force is not None and len(self.order) <= len(force.drawn.starts):
+            tape.anchor(force.drawn.starts[len(self.order) - 1])

@@ -1,0 +1,141 @@
+"""Models whose forward runs as captured graphs, in place: put there, called, and given back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+
+from belady.forwards import Forward, plain_forward
+from belady.graph import doors
+from belady.graph.capture import backend_of
+from belady.graph.session import Session
+
+
+class Roots:
+    """Follows the roots of one `VirtualMemory`, as `belady.eager.tracker.Tracker` does.
+
+    Parameters
+    ----------
+    prepare
+        Makes the session; called with the root of the first call of all.
+
+    Attributes
+    ----------
+    roots
+        The modules.
+    conductor
+        Decides how their graphs run; None before the first call.
+    """
+
+    def __init__(self, prepare: Callable[[torch.nn.Module], Session]) -> None:
+        self.roots: list[torch.nn.Module] = []
+        self.conductor: Session | None = None
+        self._prepare = prepare
+        self._places: list[_Compiled] = []
+        self._backend: Callable[..., Any] | None = None
+
+    def add(self, module: torch.nn.Module) -> bool:
+        """Capture ``module`` from its next call on; False when that is so already.
+
+        Raises
+        ------
+        ValueError
+            If somebody else has compiled it, or stands in the place of its forward.
+        """
+        if any(module is root for root in self.roots):
+            return False
+        if doors.is_compiled(module):
+            raise ValueError(
+                f"{type(module).__name__} is compiled already, and engine='graph' compiles it: "
+                "hand over the module itself, without torch.compile"
+            )
+        if "forward" in vars(module):
+            raise ValueError(
+                f"the forward of {type(module).__name__} was replaced on the instance, and "
+                "engine='graph' captures that of the class: take the replacement off, or use "
+                "engine='eager'"
+            )
+        place = _Compiled(module, self)
+        place.attach()
+        self._places.append(place)
+        self.roots.append(module)
+        return True
+
+    def enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
+        """Refuse to manage a call that is under way.
+
+        Raises
+        ------
+        RuntimeError
+            Always: its forward was looked up before.
+        """
+        raise RuntimeError(
+            f"a call of {type(module).__name__} that is under way cannot be captured: add the "
+            "module before it is called, or use engine='eager'"
+        )
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Refuse to manage what is saved outside the roots.
+
+        Raises
+        ------
+        RuntimeError
+            Always.
+        """
+        raise RuntimeError(
+            "engine='graph' manages what its roots save: for vm.iteration(), call the loss inside "
+            "the module, or use engine='eager'"
+        )
+
+    def close(self) -> None:
+        """Give every forward back. Idempotent."""
+        for place in self._places:
+            place.detach()
+        if self.conductor is not None:
+            self.conductor.close()
+
+    def compiled(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """The forward of the class of ``module`` as captured graphs; the first call of all."""
+        if self._backend is None or self.conductor is None:
+            self.conductor = self._prepare(module)
+            self._backend = backend_of(self.conductor)
+        return doors.compile_forward(type(module), self._backend)
+
+    def left_out(self, reasons: list[str]) -> None:
+        """Note what of a call was not captured."""
+        if self.conductor is not None:
+            for reason in reasons:
+                self.conductor.not_captured(reason)
+
+
+class _Compiled(Forward):
+    """Stands in the place of a root's forward; calls without gradients run as plain PyTorch."""
+
+    def __init__(self, owner: torch.nn.Module, roots: Roots) -> None:
+        super().__init__(owner)
+        self._roots = weakref.ref(roots)
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        module, roots = self.alive(), self._roots()
+        if roots is None or not _is_pass():
+            return plain_forward(module)(*args, **kwargs)
+        if self._run is None:
+            self._run = roots.compiled(module)
+        with doors.breaks(roots.left_out):
+            return self._run(module, *args, **kwargs)
+
+
+def _is_pass() -> bool:
+    """Whether a call is to be managed: no inference, no capture of its own, no tracing."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        # A captured graph would copy to host memory that is somebody else's when it replays.
+        and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    )

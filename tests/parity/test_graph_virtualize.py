@@ -1,0 +1,181 @@
+"""`virtualize(engine="graph")` is put on and taken off models that go on being what they were."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import belady
+from belady.graph.session import Session
+from belady.virtual import IterationStats, VirtualMemory
+from tests.support.models import CNN, LSTM, Task
+from tests.support.training import Training, differences, footprint, plain
+
+ROOM = 1 << 30
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def within(model: nn.Module, policy: str = "floor") -> VirtualMemory:
+    return belady.virtualize(model, ROOM, policy=policy, engine="graph")
+
+
+def session_of(vm: VirtualMemory) -> Session:
+    session = vm._tracker.conductor
+    assert isinstance(session, Session)
+    return session
+
+
+def test_close_leaves_everything_as_it_was() -> None:
+    expected, training = Training(CNN).run(plain, range(6)), Training(CNN)
+    modules = list(training.model.modules())
+    before = footprint([*modules, training.optimizer]), [set(vars(it)) for it in modules]
+    with within(training.model):
+        training.run(plain, range(4))
+    assert (footprint([*modules, training.optimizer]), [set(vars(it)) for it in modules]) == before
+    training.run(plain, range(4, 6))
+    assert differences(expected.outcome(), training.outcome()) == []
+
+
+def test_one_that_is_dropped_leaves_the_model_to_plain_pytorch() -> None:
+    expected, training = Training(CNN).run(plain, range(6)), Training(CNN)
+    vm = within(training.model)
+    training.run(plain, range(4))
+    held = weakref.ref(vm)
+    del vm
+    gc.collect()
+    assert held() is None
+    training.run(plain, range(4, 6))
+    assert differences(expected.outcome(), training.outcome()) == []
+
+
+def test_a_copy_of_the_model_is_not_managed() -> None:
+    model = Training(CNN).model
+    with within(model) as vm:
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert list(other.state_dict()) == list(model.state_dict())
+            other(torch.randn(2, 3, 16, 16)).sum().backward()
+        assert vm._tracker.conductor is None
+
+
+def test_calls_without_gradients_are_not_captured() -> None:
+    model = Training(CNN).model
+    with within(model) as vm:
+        with torch.no_grad():
+            model(torch.randn(2, 3, 16, 16))
+        assert vm._tracker.conductor is None
+
+
+def test_listeners_hear_of_every_iteration() -> None:
+    training, heard = Training(CNN), list[IterationStats]()
+    with within(training.model) as vm:
+        vm.listeners.append(heard.append)
+        training.run(plain, range(6))
+    assert [it.index for it in heard] == list(range(1, 7))
+    assert [it.phase for it in heard] == [
+        "warm-up", "observed", "first planned", "verified", "verified", "steady",
+    ]  # fmt: skip
+    assert all(it.seconds > 0 for it in heard)
+
+
+def test_an_iteration_can_be_recorded() -> None:
+    training = Training(CNN)
+    with within(training.model) as vm:
+        vm.record()
+        training.run(plain, range(7))
+        assert vm.verified is True
+    run = vm.run()
+    assert run is not None
+    assert run.measured is not None
+    assert run.measured.level == 2
+    assert run.measured.spans
+    assert "It fits" in vm.report()
+
+
+class Talking(nn.Module):
+    """Dynamo cannot capture what it prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        print("half of it")
+        return self.second(x)
+
+
+def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(size, 64, generator=generator)
+    return x, torch.randint(10, (size,), generator=generator)
+
+
+def test_the_report_says_where_a_graph_breaks() -> None:
+    task = Task("talking", lambda: [Talking()], batch)
+    expected, training = Training(task).run(plain, range(5)), Training(task)
+    with within(training.model) as vm:
+        training.run(plain, range(5))
+    assert differences(expected.outcome(), training.outcome()) == []
+    line = Talking.forward.__code__.co_firstlineno + 2
+    (note,) = session_of(vm).left_out()
+    assert note.startswith("not captured, and so not managed: ")
+    assert note.endswith(f"{__file__}:{line}")
+    assert note in vm.report()
+
+
+def test_the_report_says_when_nothing_was_captured() -> None:
+    training = Training(LSTM)
+    with within(training.model) as vm:
+        training.run(plain, range(2))
+    assert vm.run() is None
+    assert "no iteration has been planned yet" in vm.report()
+    assert "LSTM" in vm.report()
+
+
+def compiled() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.compile(backend="eager")
+    return model
+
+
+def replaced() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.forward = model.forward  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (compiled, "compiled already"),
+        (lambda: torch.compile(nn.Linear(2, 2), backend="eager"), "compiled already"),
+        (replaced, "was replaced on the instance"),
+    ],
+    ids=["compiled in place", "compiled", "replaced"],
+)
+def test_a_module_that_is_not_its_own_is_refused(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        within(make())
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="unknown engine 'eagre': 'eager' or 'graph'"):
+        belady.virtualize(model, ROOM, engine="eagre")
+    with pytest.raises(ValueError, match="another order"):
+        within(model, "layrub_intra")
+    with within(model) as vm, pytest.raises(RuntimeError, match="inside the module"):
+        vm.iteration()
