@@ -10,6 +10,7 @@ lifetimes hold: when it lets go of the graph, everything saved goes.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -122,15 +123,15 @@ def breaks(note: Callable[[list[str]], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        counted = _counted()
-        if counted != before:
+        more = _counted() - before
+        if more:
             found = [_said(it) for it in graph_break_reasons[located:] if it.graph_break]
             # A frame that Dynamo gave up as a whole has no place.
-            note(found or [reason.partition("\n")[0] for reason in counted if reason not in before])
+            note(found or [reason.partition("\n")[0] for reason in more])
 
 
-def _counted() -> dict[str, int]:
-    return {**counters["graph_break"], **counters["unimplemented"]}
+def _counted() -> Counter[str]:
+    return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
 
 
 def _said(reason: GraphCompileReason) -> str:

@@ -24,6 +24,8 @@ class Iteration:
         What is learned of it, while it is observed.
     strayed
         Whether it went another way than its plan expects.
+    entered
+        The host's time when the last forward began.
     """
 
     kind: Kind
@@ -36,6 +38,7 @@ class Iteration:
     open: weakref.WeakSet[State] = field(default_factory=weakref.WeakSet)
     strayed: bool = False
     ended: bool = False
+    entered: float = 0.0
 
     def anchor(self) -> None:
         """A part begins: take it down, where the iteration is recorded and goes as planned."""

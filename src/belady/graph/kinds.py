@@ -15,6 +15,7 @@ from belady.ir.trace import Tier
 from belady.measure.monitor import Sample
 from belady.measure.observe import undisturbed
 from belady.measure.stages import Stage
+from belady.measure.verification import Trial
 
 # Calls and backwards of an iteration in order: the number of the call, and whether it is forward.
 Order = tuple[tuple[int, bool], ...]
@@ -72,6 +73,10 @@ class Kind:
         The same, watched, for the iteration whose bytes are counted; only on a CPU.
     peak_bytes
         Device peak of that iteration.
+    trial
+        The plan in force, with what was measured under it.
+    tried
+        Plans that were measured.
     deviations
         Iterations in a row that went otherwise.
     observed
@@ -86,9 +91,15 @@ class Kind:
     counting: Force | None = None
     peak_bytes: int = 0
     samples: list[Sample] = field(default_factory=list)
-    measured: Measured | None = None
+    trial: Trial | None = None
+    tried: list[Trial] = field(default_factory=list)
     deviations: int = 0
     observed: int = 0
+
+    @property
+    def measured(self) -> Measured | None:
+        """What was measured under the plan in force."""
+        return None if self.trial is None else self.trial.measured
 
     @property
     def watched(self) -> bool:
@@ -102,7 +113,8 @@ class Kind:
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
         self.stage, self.force, self.warm, self.deviations = Stage.WARM, None, None, 0
-        self.samples, self.measured, self.counting, self.peak_bytes = [], None, None, 0
+        self.samples, self.tried, self.trial = [], [], None
+        self.counting, self.peak_bytes = None, 0
 
 
 def settled(drawn: Drawn, before: Drawn | None) -> Drawn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Plan
+from belady.measure.monitor import summarize
 from belady.measure.stages import Policy, Stage
+from belady.measure.verification import Trial, Verification, fastest
+from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
 
@@ -28,6 +32,11 @@ class Planning:
     ----------
     modules
         The models whose parameters the graphs take.
+
+    Attributes
+    ----------
+    verification
+        Makes plans, and corrects them.
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class Planning:
         self._policy = policy
         self._hardware = hardware
         self._carrier = carrier
+        self.verification = Verification(policy, hardware)
         self._floors: dict[tuple[Captured, bool], Force] = {}
 
     def floor(self, graph: Captured, args: Sequence[Any], *, watched: bool) -> Force:
@@ -74,24 +84,46 @@ class Planning:
         except InfeasibleBudgetError:
             return make_plan(policy.name, drawn.trace, hardware, policy.budget, exact=policy.exact)
 
-    def put_in_force(self, kind: Kind, drawn: Drawn) -> None:
-        """Plan a kind of iteration.
+    def plan(self, kind: Kind, drawn: Drawn) -> None:
+        """Plan a kind of iteration that was observed.
 
         Raises
         ------
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        policy = self._policy
-        plan = make_plan(
-            policy.name, drawn.trace, self._hardware, policy.budget, exact=policy.exact
-        )
-        verdict = check(drawn.trace, self._hardware, plan, policy.budget)
-        self._carrier.reserve(verdict.host_bytes)
-        kind.force = Force.of(kind.graphs, drawn, plan)
-        if self._carrier.device.type == "cpu":
-            kind.counting = Force.of(kind.graphs, drawn, plan, watched=True)
+        self._put_in_force(kind, drawn, self.verification.first(drawn.trace))
+
+    def verify(self, kind: Kind) -> None:
+        """Keep the plan that was measured, or put another in force; the fastest one stays."""
+        trial, force = kind.trial, kind.force
+        if trial is None or force is None:
+            return
+        kind.trial = replace(trial, measured=summarize(kind.samples, kind.peak_bytes, ()))
+        kind.tried.append(kind.trial)
+        kind.stage = Stage.STEADY
+        better = self.verification.better(force.drawn.trace, kind.tried, kind.samples)
+        if better is not None:
+            trace, other = better
+            self._put_in_force(kind, replace(force.drawn, trace=trace), other)
+            return
+        best = fastest(kind.tried)
+        if best is not kind.trial:
+            self._put_in_force(kind, force.drawn, best)
+            kind.stage, kind.counting = Stage.STEADY, None
+
+    def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
+        plan, device = trial.plan, self._carrier.device
+        verdict = check(drawn.trace, trial.hardware, plan, plan.budget)
+        kind.trial, kind.force = trial, Force.of(kind.graphs, drawn, plan)
+        kind.samples, kind.peak_bytes = [], 0
         kind.stage = Stage.SETTLING
+        if device.type == "cpu":
+            kind.counting = Force.of(kind.graphs, drawn, plan, watched=True)
+        if not plan.moves_nothing:
+            self._carrier.reserve(verdict.host_bytes)
+            share = 1 + trial.hardware.allocator.margin_fraction
+            make_room(device, int(verdict.peak_bytes * share))
 
 
 def part_of(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,16 +21,15 @@ from belady.graph.trace import draw
 from belady.graph.watching import Counted, Watched
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
-from belady.ir.trace import Tier
 from belady.measure.events import with_events
-from belady.measure.monitor import Monitor, Sample, summarize
+from belady.measure.monitor import Monitor, Sample
 from belady.measure.stages import Policy, Stage
+from belady.measure.verification import VERIFIED
 from belady.memory.carrier import Carrier
 from belady.simulate.engine import simulate
 
 _DEVIATIONS = 2
 _OBSERVED = 12
-_VERIFIED = 2
 
 
 class Session:
@@ -65,7 +66,6 @@ class Session:
         self.notes: list[str] = []
         self._modules = modules
         self._planning = Planning(modules, policy, hardware, carrier)
-        self._budget_bytes = policy.budget.device_bytes
         self._hardware = hardware
         self._carrier = carrier
         self._ended = ended
@@ -97,6 +97,11 @@ class Session:
         """
         if self._closed:
             return Turn(graph.as_saved)
+        turn = self._turn(graph, args)
+        turn.tag[0].entered = perf_counter()
+        return turn
+
+    def _turn(self, graph: Captured, args: Sequence[Any]) -> Turn:
         iteration = self._iteration
         if iteration is None or not iteration.open:
             self.finish()
@@ -125,6 +130,7 @@ class Session:
         if state.turn.tag is None:
             return
         iteration, _ = state.turn.tag
+        iteration.sample.host_seconds += perf_counter() - iteration.entered
         iteration.open.add(state)
         if iteration.watched is not None:
             iteration.watched.leave(results, state.outside())
@@ -198,21 +204,20 @@ class Session:
     @property
     def verified(self) -> bool | None:
         """Whether measured peaks kept to the budget; None before anything was verified."""
-        done = [kind.measured for kind in self._kinds.values() if kind.measured is not None]
-        if not done:
-            return None
-        return all(max(m.peak(Tier.DEVICE), m.reserved_bytes) <= self._budget_bytes for m in done)
+        trials = [kind.trial for kind in self._kinds.values() if kind.trial is not None]
+        done = [trial.keeps() for trial in trials if trial.measured is not None]
+        return all(done) if done else None
 
     def run(self, versions: tuple[tuple[str, str], ...] = ()) -> Run | None:
         """Everything known of the kind of iteration that ran last under a plan, or None."""
         self._settle()
         kind = self._latest
-        if kind is None or kind.force is None:
+        if kind is None or kind.force is None or kind.trial is None:
             return None
-        trace, plan = kind.force.drawn.trace, kind.force.plan
-        predicted = simulate(trace, self._hardware, plan)
-        notes = (*self.notes, *self.left_out())
-        return Run(trace, self._hardware, plan, predicted, kind.measured, notes, versions)
+        trace, plan, hardware = kind.force.drawn.trace, kind.force.plan, kind.trial.hardware
+        predicted = simulate(trace, hardware, plan)
+        notes = (*self.notes, *self._planning.verification.notes, *self.left_out())
+        return Run(trace, hardware, plan, predicted, kind.measured, notes, versions)
 
     def left_out(self) -> list[str]:
         """What of the models runs as plain PyTorch, one sentence each."""
@@ -248,7 +253,7 @@ class Session:
             drawn = draw(parts, self.device, unseen, watched.released)
         same = drawn is not None and kind.same(iteration.graphs, order)
         if kind.stage is Stage.TIMED and same and drawn is not None:
-            self._planning.put_in_force(kind, settled(drawn, kind.warm))
+            self._planning.plan(kind, settled(drawn, kind.warm))
             self._latest = kind
         elif kind.observed >= _OBSERVED:
             # No two alike: it stays at the floor, which needs no plan.
@@ -272,11 +277,14 @@ class Session:
             kind.stage = Stage.VERIFYING
         elif kind.stage is Stage.VERIFYING:
             kind.samples.append(iteration.sample)
-            if len(kind.samples) == _VERIFIED:
-                kind.measured = summarize(kind.samples, kind.peak_bytes, ())
-                kind.stage = Stage.STEADY
-        elif iteration.sample.tape is not None and kind.measured is not None:
-            kind.measured = with_events(kind.measured, iteration.sample.tape)
+            if len(kind.samples) == VERIFIED:
+                self._planning.verify(kind)
+        else:
+            self._take_down(kind, iteration.sample)
+
+    def _take_down(self, kind: Kind, sample: Sample) -> None:
+        if sample.tape is not None and kind.trial is not None and kind.measured is not None:
+            kind.trial = replace(kind.trial, measured=with_events(kind.measured, sample.tape))
             self._recording = False
 
 

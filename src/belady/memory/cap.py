@@ -35,6 +35,16 @@ def enforce(device: torch.device, budget_bytes: int) -> Callable[[], None]:
     return functools.partial(cap.remove, budget_bytes)
 
 
+def make_room(device: torch.device, total_bytes: int) -> None:
+    """Let torch's allocator forget the blocks of a plan before, and set aside what this one needs.
+
+    Blocks cut for another plan would fragment this one's memory. Nothing happens on a CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        set_aside(device, total_bytes)
+
+
 def set_aside(device: torch.device, total_bytes: int) -> None:
     """Make torch's allocator hold ``total_bytes`` in all, what is missing in one piece.
 
