@@ -17,6 +17,15 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return bound
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Whether something else than the forward of its class stands in its place.
+
+    A copy of a module on which a `Forward` stands has that of its class as an attribute.
+    """
+    found = vars(module).get("forward")
+    return found is not None and found != plain_forward(module)
+
+
 class Forward(ABC):
     """Stands on a module in the place of its forward; a subclass says what it does instead.
 

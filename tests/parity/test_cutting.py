@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,6 +82,47 @@ def test_a_budget_below_one_op_trains_in_slices(policy: str) -> None:
     assert run.measured.peak(Tier.DEVICE) <= budget
     assert run.measured.defaults == ()
     assert run.plan.numerics == ("sections",)
+
+
+@pytest.mark.parametrize("policy", ["auto", "tvdnn_greedy"])
+def test_only_plans_of_roots_in_slices_say_that_numbers_differ(policy: str) -> None:
+    training = Training(WIDE)
+    small = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    descent = torch.optim.SGD(small.parameters(), 0.1)
+    numerics = []
+    with belady.virtualize(
+        [training.model, small], int(needed("floor") * 0.6), policy=policy
+    ) as vm:
+        for index in ITERATIONS:
+            training.run(plain, [index])
+            numerics.append(numerics_of(vm))
+            small(torch.ones(8, 64)).mean().backward()
+            descent.step()
+            descent.zero_grad()
+            numerics.append(numerics_of(vm))
+    assert numerics[-2:] == [("sections",), ()]
+
+
+def numerics_of(vm: belady.VirtualMemory) -> tuple[str, ...] | None:
+    run = vm.run()
+    return None if run is None else run.plan.numerics
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_model_in_slices_is_cut_as_well(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    budget = int(needed("floor") * 0.6)
+    training = Training(WIDE)
+    with belady.virtualize(training.models, budget):
+        training.run(plain, range(1))
+        twin = copied(training.model)
+    with belady.virtualize(twin, budget) as vm:
+        for index in range(3):
+            x, y = training.batch(index)
+            training.task.loss(twin(x), y).backward()
+            twin.zero_grad()
+        assert numerics_of(vm) == ("sections",)
 
 
 def test_afterwards_everything_is_as_it_was() -> None:

@@ -190,7 +190,6 @@ class Conductor:
             with self._ordering.given_up(module):
                 if not self._cutting.cut(module, call, self.carrier.device):
                     raise refusal from None
-            self._planning.numerics = ("sections",)
 
     def _take_down(self, kind: Kind, sample: Sample) -> None:
         trial = kind.current
@@ -244,6 +243,8 @@ class Conductor:
                 owners, learner = watched.recorder.owners, trials.learner
                 known = learner.passes, learner.varying, kind.varying
                 recipes = Recipes(trials.recipes, owners, *known)
+            if any(self._modules[root] in self._cutting for root, *_ in passes):
+                kind.numerics = ("sections",)
             self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
         elif kind.observed >= _OBSERVED:
             # No two alike: it stays at the floor, which needs no plan.

@@ -68,6 +68,8 @@ class Kind:
         Iterations in a row whose passes or saves were others.
     observed
         Iterations observed so far.
+    numerics
+        What can change a bit besides the settings of a plan.
     """
 
     stage: Stage = Stage.WARM
@@ -83,6 +85,7 @@ class Kind:
     peak_bytes: int = 0
     deviations: int = 0
     observed: int = 0
+    numerics: tuple[str, ...] = ()
 
     def observe_again(self) -> None:
         """Forget plan and trace: the program has changed."""
@@ -104,8 +107,6 @@ class Planning:
     ----------
     notes
         What a user should know of corrections, one sentence each.
-    numerics
-        What can change a bit besides the settings of a plan.
     """
 
     def __init__(
@@ -118,7 +119,6 @@ class Planning:
     ) -> None:
         self.policy = policy
         self.notes: list[str] = []
-        self.numerics: tuple[str, ...] = ()
         self._replays = True
         self._hardware = hardware
         self._carrier = carrier
@@ -151,7 +151,7 @@ class Planning:
             If no plan of the policy fits.
         """
         kind.trace, kind.recipes = trace, recipes
-        self._put_in_force(kind, trace, self._first(trace))
+        self._put_in_force(kind, trace, self._first(kind, trace))
 
     def iteration_ended(self, kind: Kind, sample: Sample, peak_bytes: int) -> None:
         """An iteration under the plan ended; ``peak_bytes`` is 0 unless it was watched."""
@@ -201,7 +201,7 @@ class Planning:
             fraction = allocator.margin_fraction * 1.5 + 0.02
             hardware = replace(hardware, allocator=replace(allocator, margin_fraction=fraction))
         try:
-            plan = self._make(trace, hardware)
+            plan = self._make(kind, trace, hardware)
         except InfeasibleBudgetError:
             return None
         if plan.decisions == trial.plan.decisions:
@@ -213,9 +213,9 @@ class Planning:
             )
         return Trial(plan, hardware)
 
-    def _first(self, trace: Trace) -> Trial:
+    def _first(self, kind: Kind, trace: Trace) -> Trial:
         try:
-            return Trial(self._make(trace, self._hardware), self._hardware)
+            return Trial(self._make(kind, trace, self._hardware), self._hardware)
         except InfeasibleBudgetError as error:
             if self.policy.name != "auto":
                 raise
@@ -223,20 +223,23 @@ class Planning:
             bare = replace(self._hardware.allocator, margin_fraction=0.0, margin_bytes=0)
             hardware = replace(self._hardware, allocator=bare)
             try:
-                plan = make_plan("floor", trace, hardware, self.policy.budget)
+                plan = self._make(kind, trace, hardware, "floor")
             except InfeasibleBudgetError:
                 raise error from None
             self.notes.append(f"the budget leaves no margin: {error}")
             return Trial(plan, hardware)
 
-    def _make(self, trace: Trace, hardware: HardwareProfile) -> Plan:
+    def _make(
+        self, kind: Kind, trace: Trace, hardware: HardwareProfile, name: str | None = None
+    ) -> Plan:
         policy = self.policy
+        name = name or policy.name
         # A trace of many ops takes seconds to plan, in which the script says nothing.
         size, room = (len(trace.ops), len(trace.saved)), format_bytes(policy.budget.device_bytes)
-        _log.info("planning %d ops, %d saved values, by %s within %s", *size, policy.name, room)
+        _log.info("planning %d ops, %d saved values, by %s within %s", *size, name, room)
         begun = perf_counter()
-        plan = make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
-        plan = replace(plan, numerics=(*plan.numerics, *self.numerics))
+        plan = make_plan(name, trace, hardware, policy.budget, exact=policy.exact)
+        plan = replace(plan, numerics=(*plan.numerics, *kind.numerics))
         _log.info(
             "planned by %s in %s: %s an iteration are predicted",
             plan.planner,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from belady.forwards import Forward, plain_forward
+from belady.forwards import Forward, is_patched, plain_forward
 from belady.ordered.call import LAYERS, call, fits
 
 
@@ -54,7 +54,7 @@ def _reached(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 
     Who stands in the place of a forward may call what is below in a way of his own.
     """
-    if module in seen or "forward" in vars(module):
+    if module in seen or is_patched(module):
         return
     seen.add(module)
     yield module

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import SectionError
-from belady.forwards import plain_forward
+from belady.forwards import is_patched, plain_forward
 from belady.sections.batchnorm import BatchNorm, uses_batch_statistics
 
 _HOOKS = (
@@ -61,7 +61,7 @@ def own_steps(module: nn.Module) -> list[Step]:
 
 def is_sequential(module: nn.Module) -> bool:
     """Whether a module does nothing but call its children one after another."""
-    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+    return type(module).forward is nn.Sequential.forward and not is_patched(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -96,7 +96,7 @@ def _unfit(part: nn.Module, whole: bool, own: bool) -> str:
         return "takes its statistics from other processes"
     if not own and has_hooks(part):
         return "has hooks, which would see slices instead of the batch; remove them first"
-    if not own and "forward" in vars(part):
+    if not own and is_patched(part):
         return "has another forward than its class"
     if isinstance(part, nn.modules.batchnorm._BatchNorm) and uses_batch_statistics(part):
         if type(part) not in BatchNorm.KINDS:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import SectionError
-from belady.forwards import Forward, plain_forward
+from belady.forwards import Forward, is_patched, plain_forward
 from belady.ir.plan import Section
 from belady.sections.call import SlicedCall
 from belady.sections.slices import bounds
@@ -205,7 +205,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 
 def _refuse_patched(owner: nn.Module) -> None:
-    if "forward" in vars(owner):
+    if is_patched(owner):
         raise SectionError(
             f"{type(owner).__name__} has another forward than its class, perhaps from sections "
             "that are not undone; undo those first"

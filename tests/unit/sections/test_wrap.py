@@ -141,6 +141,17 @@ def test_a_copy_is_its_own_and_runs_whole(copied: Callable[[nn.Module], nn.Modul
     assert slices_of(model, torch.ones(4, 2)) == [2, 2]
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_can_be_cut_in_turn(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Seeing(), nn.Sequential(Seeing(), Seeing()))
+    wrap(model, [children(range(2), 2), Section(("2",), 4)])
+    twin = copied(model)
+    undo = wrap(twin, [children(range(2), 4), Section(("2",), 2)])
+    assert slices_of(twin, torch.ones(4, 2)) == [1] * 4 + [2] * 4
+    undo()
+    assert slices_of(twin, torch.ones(4, 2)) == [4] * 3
+
+
 def test_parameters_are_seen_once_by_their_hooks() -> None:
     model, twin, _ = twins(block(), children(range(7), 3))
     seen: list[str] = []
