@@ -2,39 +2,84 @@
 
 from __future__ import annotations
 
+import functools
+from math import gcd
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from belady.errors import PlanMismatchError
+from belady.memory.geometry import unseen
 from belady.memory.lanes import current_stream
 
-_WORD = 8
-# Primes. One is taken that does not divide the number of words: then no sizes of a tensor are whole
-# rows of the table, and some words are left over and compared as they are (a sign turned in all).
-_COLUMNS = (1021, 1019, 1013, 1009, 997)
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_STEPS = range(901, 1101, 2)
+_FEW = 1 << 15
+_AT_ONCE = 64
 _task: Any = torch._C._current_graph_task_id
 
 
 def digest(content: torch.Tensor) -> torch.Tensor:
-    """Sums of words, each word in one of about 1,000 columns in turn, and the bytes left over.
+    """Sums of words, each word in one or two of about 1,000 columns in turn.
 
     One pass over the bytes. Not seen: words that change places with others of their column, and
     changes that cancel each other out in one.
     """
-    words = content.numel() // _WORD
-    columns = next((count for count in _COLUMNS if words % count), _COLUMNS[0])
-    whole = words // columns * columns * _WORD
-    table = content[:whole].view(torch.int64).view(-1, columns)
-    return torch.cat([table.sum(0), content[whole:].to(torch.int64)])
+    nbytes = content.numel()
+    dtype = next(dtype for dtype in _WORDS if nbytes % dtype.itemsize == 0)
+    rows, columns, step = _table(nbytes // dtype.itemsize)
+    table = content.view(dtype).as_strided((rows, columns), (step, 1))
+    return table.sum(0, dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=4096)
+def _table(words: int) -> tuple[int, int, int]:
+    """Rows, columns, and words from row to row; rows overlap, so that nothing is left over.
+
+    The step has no divisor in common with the number of words: then it is no multiple of any size
+    of the tensor, and samples that change places are seen. The number of rows is odd: in an even
+    one the highest bits, all turned, would cancel each other out.
+    """
+    tables = [(words // step, words % step, step) for step in _STEPS if gcd(words, step) == 1]
+    odd = [table for table in tables if table[0] % 2]
+    if words < 2 * _STEPS[-1] or (not odd and words < _FEW):
+        return 1, words, words
+    rows, more, step = min(odd or tables, key=lambda table: table[1])
+    return rows, step + more, step
+
+
+class _Pairs:
+    """Digests of one stream, before and after, and the point of the stream at which all exist."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.saved: list[torch.Tensor] = []
+        self.replayed: list[torch.Tensor] = []
+        self.stream = stream
+        self.complete = None if stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def add(self, saved: torch.Tensor, replayed: torch.Tensor) -> None:
+        self.saved.append(saved)
+        self.replayed.append(replayed)
+        if self.complete is not None:
+            self.complete.record(self.stream)
+
+    def equal(self) -> bool:
+        """Compare, on the current stream, and wait for that stream alone."""
+        starts = range(0, len(self.saved), _AT_ONCE)
+        return all(
+            torch.equal(torch.cat(self.saved[at : at + _AT_ONCE]), torch.cat(others))
+            for at in starts
+            if (others := self.replayed[at : at + _AT_ONCE])
+        )
 
 
 class Digests:
     """Compares digests of bytes before and after a replay.
 
-    The device compares. The host asks once, when backward has ended, so nobody gets a gradient
-    that a wrong replay went into; an optimizer that steps inside backward asks before its step.
+    The host asks once, when backward has ended, so nobody gets a gradient that a wrong replay went
+    into; an optimizer that steps inside backward asks before its step. It waits for the last
+    replay, not for what backward does after it, so the device has work meanwhile.
 
     Attributes
     ----------
@@ -47,13 +92,13 @@ class Digests:
     def __init__(self) -> None:
         self.refuted = False
         self.wrong = ""
-        # One flag a stream: each is complete in the order of its own stream.
-        self._differ: dict[Any, torch.Tensor] = {}
+        self._pairs: dict[Any, _Pairs] = {}
+        self._aside: torch.cuda.Stream | None = None
         self._task = -1
 
     def forget(self) -> None:
         """A pass begins: drop what one that came to nothing has left."""
-        self._differ.clear()
+        self._pairs.clear()
         self.wrong = ""
 
     def compare(self, saved: torch.Tensor, replayed: torch.Tensor) -> None:
@@ -65,9 +110,10 @@ class Digests:
             If they differ and no backward is under way.
         """
         stream = current_stream(saved.device)
-        differ = saved.ne(replayed).any()
-        known = self._differ.get(stream)
-        self._differ[stream] = differ if known is None else differ.logical_or_(known)
+        pairs = self._pairs.get(stream)
+        if pairs is None:
+            pairs = self._pairs[stream] = _Pairs(stream)
+        pairs.add(saved, replayed)
         task = _task()
         if task == -1:
             self.demand_equal()
@@ -83,17 +129,27 @@ class Digests:
         PlanMismatchError
             If a replay came out otherwise.
         """
-        flags, self._differ = self._differ, {}
-        for stream, differ in flags.items():
-            if stream is not None:
-                torch.cuda.current_stream(stream.device.index).wait_stream(stream)
-            if differ.item() and not self.wrong:
+        asked, self._pairs = self._pairs, {}
+        for pairs in asked.values():
+            with unseen():
+                equal = self._equal(pairs)
+            if not equal and not self.wrong:
                 self.refute(
                     "bytes that forward saved were made again and came out otherwise: the program "
                     "computes something else than when it was observed"
                 )
         if self.wrong:
             raise PlanMismatchError(self.wrong)
+
+    def _equal(self, pairs: _Pairs) -> bool:
+        if pairs.stream is None or pairs.complete is None:
+            return pairs.equal()
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(pairs.stream.device)  # type: ignore[no-untyped-call]
+        self._aside.wait_event(pairs.complete)
+        # The digests outlive the wait in `equal`, so no stream can use their memory too early.
+        with self._aside:
+            return pairs.equal()
 
     def refute(self, why: str) -> None:
         """A replay cannot be right; the next `demand_equal` says so."""

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from belady.eager.content import Kept, Moved, Packed, Saved
+from belady.eager.content import Kept, Moved, Packed
 from belady.eager.digests import Digests
+from belady.eager.handles import PlannedKept, PlannedSaved
 from belady.eager.replay import Recipes, Recomputed, Source, chains
 from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, tables
 from belady.errors import PlanMismatchError
@@ -24,6 +25,7 @@ from belady.ir.plan import Offload, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.memory.carrier import Carrier
 from belady.memory.geometry import movable
+from belady.memory.witness import demand_unchanged
 
 _NO_RECIPES = Recipes()
 _NEVER = sys.maxsize
@@ -76,13 +78,13 @@ class Planned:
         self._carrier = carrier
         self._device = carrier.device
         self._persistent = persistent
-        self._tables = tables(trace, plan)
         self._actions = actions(trace, plan)
         self._chains = chains(trace, plan, recipes)
         self._fallback = fallback
         self.digests = Digests()
         self.calls = recipes.follower() if self._chains else None
         self._needed = {value for chain in self._chains.values() for value in chain.saved}
+        self._tables = tables(trace, plan, self._needed)
         self._tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
         self._reads = {
             v: sum(len(save.reads) for save in trace.values[v].saves) for v in plan.decisions
@@ -96,19 +98,19 @@ class Planned:
     def start_iteration(self) -> None:
         """Forget the iteration before; what its graphs still hold stays valid."""
         self._live: dict[int, weakref.ref[Moved | Packed | Recomputed]] = {}
-        self._inputs: dict[int, weakref.ref[_PlannedSaved | _PlannedKept]] = {}
+        self._inputs: dict[int, weakref.ref[PlannedSaved | PlannedKept]] = {}
         self._move_to(0)
         self.digests.forget()
         if self.calls is not None:
             self.calls.start_iteration()
-        self._table: dict[int, Entry] = {}
+        self._table: list[Entry | None] = []
         self._ordinal = 0
         self._iteration += 1
         self.missed = 0
 
     def enter_pass(self, index: int) -> None:
         """The saves that follow belong to pass ``index``."""
-        self._table = self._tables[index] if index < len(self._tables) else {}
+        self._table = self._tables[index] if index < len(self._tables) else []
         self._ordinal = 0
 
     def finish_iteration(self) -> None:
@@ -120,49 +122,73 @@ class Planned:
                 self._act(action)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Save ``tensor``: the pack hook."""
+        """Save ``tensor``: the pack hook.
+
+        Most saves of most plans are kept. What happens here happens to each of them, so that way is
+        short: no object of ours, and no more of the geometry compared than tells programs apart.
+        """
         ordinal = self._ordinal
         self._ordinal = ordinal + 1
-        entry = self._table.get(ordinal)
+        table = self._table
+        entry = table[ordinal] if ordinal < len(table) else None
+        if (
+            entry is None
+            or not entry.plain
+            or entry.due >= self._due
+            or tensor.shape != entry.shape
+            or self.on_anchor is not None
+        ):
+            return self._pack(tensor, entry)
+        kept = tensor.detach()
+        return kept, kept._version, entry.read, self._iteration
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """Give a saved tensor back: the unpack hook."""
+        if type(handle) is tuple:
+            tensor: torch.Tensor
+            tensor, version, read, iteration = handle
+            if read >= self._due or self.on_anchor is not None:
+                self._reads_at(read, iteration)
+            demand_unchanged(tensor, version)
+            return tensor
+        if handle.iteration == self._iteration:
+            self._reads_at(handle.read, handle.iteration)
+        tensor = handle.take()
+        return tensor
+
+    def _reads_at(self, boundary: int, iteration: int) -> None:
+        # A graph of an earlier iteration may be read late: its boundaries say nothing of this one.
+        if boundary < 0 or iteration != self._iteration:
+            return
+        if self.on_anchor is not None:
+            self.on_anchor(boundary)
+        self._advance(boundary)
+
+    def _pack(self, tensor: torch.Tensor, entry: Entry | None) -> Any:
         if entry is None and not movable(tensor, self._device):
             # Not in any trace either: another device (a generator's state), sparse, a subclass.
-            return _PlannedKept(tensor, -1, 0)
+            return PlannedKept(tensor, -1, 0)
         if entry is None or not matches(tensor, entry):
             self._default("save not in the plan")
-            return _PlannedKept(tensor, -1, 0)
+            return PlannedKept(tensor, -1, 0)
         if self.on_anchor is not None:
             self.on_anchor(entry.boundary)
         if self.calls is not None and self.calls.strayed and type(entry.decision) is Recompute:
             self._default("the program calls something else, or with other numbers, than observed")
             return self._fallback(tensor)
         managed = self._managed(tensor, entry) if entry.decision is not None else None
-        handle = self._kept(tensor, entry) if managed is None else managed
+        iteration = self._iteration
+        handle = PlannedKept(tensor, entry.read, iteration) if managed is None else managed
         if entry.value in self._needed:
             self._inputs[entry.value] = weakref.ref(handle)
-        # What is due at a boundary waits for all that is saved there.
-        boundary = entry.boundary if entry.last else entry.boundary - 1
-        if boundary >= self._due:
-            self._advance(boundary)
+        self._advance(entry.due)
         return handle
 
-    def unpack(self, handle: Any) -> torch.Tensor:
-        """Give a saved tensor back: the unpack hook."""
-        # A graph of an earlier iteration may be read late: its boundaries say nothing of this one.
-        if handle.iteration == self._iteration:
-            if self.on_anchor is not None:
-                self.on_anchor(handle.read)
-            if handle.read >= self._due:
-                self._advance(handle.read)
-        tensor: torch.Tensor = handle.take()
-        return tensor
-
-    def _managed(self, tensor: torch.Tensor, entry: Entry) -> _PlannedSaved | None:
+    def _managed(self, tensor: torch.Tensor, entry: Entry) -> PlannedSaved | None:
         content = self._content(tensor, entry)
-        iteration = self._iteration if entry.read >= 0 else 0
-        return None if content is None else _PlannedSaved(tensor, content, entry.read, iteration)
-
-    def _kept(self, tensor: torch.Tensor, entry: Entry) -> _PlannedKept:
-        return _PlannedKept(tensor, entry.read, self._iteration if entry.read >= 0 else 0)
+        if content is None:
+            return None
+        return PlannedSaved(tensor, content, entry.read, self._iteration)
 
     def _default(self, reason: str) -> None:
         """The one safe default is to keep: count it."""
@@ -248,31 +274,6 @@ class Planned:
             content.bring()
             if self.on_bring is not None:
                 self.on_bring(content)
-
-
-class _PlannedSaved(Saved):
-    """A handle that knows at which boundary of which iteration backward reads it."""
-
-    __slots__ = ("__weakref__", "iteration", "read")
-
-    def __init__(
-        self, tensor: torch.Tensor, content: Moved | Packed | Recomputed, read: int, iteration: int
-    ) -> None:
-        super().__init__(tensor, content)
-        self.read = read
-        self.iteration = iteration
-
-
-class _PlannedKept(Kept):
-    """A handle that knows at which boundary of which iteration backward reads it; 0: of none."""
-
-    __slots__ = ("__weakref__", "iteration", "read")
-
-    def __init__(self, tensor: torch.Tensor, read: int, iteration: int) -> None:
-        self.tensor = kept = tensor.detach()
-        self.version = kept._version
-        self.read = read
-        self.iteration = iteration
 
 
 def _is_of(content: Moved | Packed | Recomputed, tensor: torch.Tensor) -> bool:

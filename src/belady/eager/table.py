@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Container
+from typing import NamedTuple
 
 import torch
 
-from belady.ir.plan import Encode, Offload, Plan, Recompute
+from belady.ir.plan import Decision, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
-from belady.ir.trace import Save, Trace
+from belady.ir.trace import Trace
 
 
 class Entry(NamedTuple):
-    """What the plan expects of one save; ``last`` of those at its boundary, or not."""
+    """What the plan expects of one save.
+
+    Attributes
+    ----------
+    boundary
+        Where it happens.
+    due
+        Up to which boundary actions are due once it has happened: what is due at a boundary waits
+        for all that is saved there.
+    read
+        Boundary of the first read, or -1.
+    plain
+        Whether it is kept and no replay starts from it.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     boundary: int
-    last: bool
+    due: int
     read: int
     value: int
-    decision: Offload | Encode | Recompute | None
+    decision: Decision | None
+    plain: bool
 
 
 class Action(NamedTuple):
@@ -51,34 +66,32 @@ def matches(tensor: torch.Tensor, entry: Entry) -> bool:
     )
 
 
-def _entry(save: Save, last: bool, value: int, decision: Any) -> Entry:
-    return Entry(
-        save.shape,
-        save.stride,
-        save.offset,
-        getattr(torch, save.dtype),
-        save.packed,
-        last,
-        min(save.reads, default=-1),
-        value,
-        decision,
-    )
+def tables(trace: Trace, plan: Plan, sources: Container[int]) -> list[list[Entry | None]]:
+    """What is expected of every save: one table a pass, by ordinal.
 
-
-def tables(trace: Trace, plan: Plan) -> list[dict[int, Entry]]:
-    """What is expected of every save: one table a pass, by ordinal."""
-    found: list[dict[int, Entry]] = [{} for _ in trace.roots]
-    decisions = plan.decisions
+    ``sources`` are the values that replays start from.
+    """
+    saves = [(save, value) for value, of in enumerate(trace.values) for save in of.saves]
     last: dict[int, tuple[int, int]] = {}
-    for value in trace.values:
-        for save in value.saves:
-            name = (save.pass_index, save.ordinal)
-            last[save.packed] = max(last.get(save.packed, name), name)
-    for index, value in enumerate(trace.values):
-        for save in value.saves:
-            is_last = last[save.packed] == (save.pass_index, save.ordinal)
-            entry = _entry(save, is_last, index, decisions.get(index))
-            found[save.pass_index][save.ordinal] = entry
+    for save, _ in saves:
+        name = (save.pass_index, save.ordinal)
+        last[save.packed] = max(last.get(save.packed, name), name)
+    found: list[list[Entry | None]] = [[] for _ in trace.roots]
+    for save, value in saves:
+        table = found[save.pass_index]
+        table += [None] * (save.ordinal + 1 - len(table))
+        table[save.ordinal] = Entry(
+            save.shape,
+            save.stride,
+            save.offset,
+            getattr(torch, save.dtype),
+            save.packed,
+            save.packed - (last[save.packed] != (save.pass_index, save.ordinal)),
+            min(save.reads, default=-1),
+            value,
+            decision := plan.decisions.get(value),
+            decision is None and value not in sources,
+        )
     return found
 
 
