@@ -53,8 +53,8 @@ class Saved:
         self.shadow = witness(tensor)
         self.version = self.shadow._version
 
-    def source(self) -> tuple[torch.Tensor, int]:
-        """Give the bytes of the storage, and how many before them are left out.
+    def laid_out(self, geometry: Geometry) -> torch.Tensor:
+        """Give the bytes of the storage as another tensor on them.
 
         Raises
         ------
@@ -65,7 +65,7 @@ class Saved:
         demand_unchanged(self.shadow, self.version, self.geometry.shape)
         for shadow, version in content.given:
             demand_unchanged(shadow, version, self.geometry.shape)
-        return content.take(), content.skipped_bytes
+        return geometry.on(content.take(), content.skipped_bytes)
 
     def take(self) -> torch.Tensor:
         """Give the tensor back as it was saved.
@@ -73,10 +73,10 @@ class Saved:
         Raises
         ------
         StaleValueError
-            As `source`.
+            As `laid_out`.
         """
         content = self.content
-        tensor = self.geometry.on(*self.source())
+        tensor = self.laid_out(self.geometry)
         content.unread -= 1
         if content.unread <= 0:
             # Autograd holds what the op needs; a later read (retain_graph) brings it again.
@@ -98,16 +98,15 @@ class Kept:
         self.tensor = tensor.detach()
         self.version = self.tensor._version
 
-    def source(self) -> tuple[torch.Tensor, int]:
-        """Give the bytes of the storage, none left out.
+    def laid_out(self, geometry: Geometry) -> torch.Tensor:
+        """Give the bytes of the storage as another tensor on them.
 
         Raises
         ------
         StaleValueError
             As `take`.
         """
-        tensor = self.take()
-        return content_of(tensor, 0, tensor.untyped_storage().nbytes()), 0
+        return laid_out(self.take(), geometry)
 
     def take(self) -> torch.Tensor:
         """Give the tensor back.
@@ -119,6 +118,13 @@ class Kept:
         """
         demand_unchanged(self.tensor, self.version)
         return self.tensor
+
+
+def laid_out(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """``tensor``, or another one on the same bytes if it lies on them in another way."""
+    if Geometry.of(tensor) == geometry:
+        return tensor
+    return geometry.on(content_of(tensor, 0, tensor.untyped_storage().nbytes()))
 
 
 def unpack(handle: Saved | Kept) -> torch.Tensor:

@@ -243,7 +243,7 @@ class Planned:
             if handle is None:
                 self._default("what its replay needs is not saved")
                 return None
-            sources[value] = handle.source
+            sources[value] = handle.laid_out
         return Recomputed(tensor, chain, sources, self.digests)
 
     def _advance(self, boundary: int) -> None:

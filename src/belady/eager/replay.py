@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from belady.eager.content import laid_out
 from belady.eager.digests import Digests, digest
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Plan, Recompute
@@ -25,7 +26,7 @@ from belady.memory.geometry import Geometry, content_of, unseen
 from belady.memory.lanes import current_stream
 
 # Gives the bytes of a value and how many of its storage are left out before them.
-Source = Callable[[], tuple[torch.Tensor, int]]
+Source = Callable[[Geometry], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -180,10 +181,11 @@ class Recomputed:
         def tensor_of(operand: Operand) -> torch.Tensor:
             tensor = made.get(operand.value)
             if tensor is not None:
-                same = Geometry.of(tensor) == operand.geometry
-                return tensor if same else operand.geometry.on(_whole(tensor))
-            content, skipped = self._input(operand.value)
-            return operand.geometry.on(content, skipped)
+                return laid_out(tensor, operand.geometry)
+            source = self._sources.get(operand.value)
+            if source is not None:
+                return source(operand.geometry)
+            return laid_out(self._owned(operand.value), operand.geometry)
 
         for step in self._chain.recipes:
             made.update(zip(step.outputs, step.run(tensor_of), strict=True))
@@ -196,17 +198,14 @@ class Recomputed:
         self._digests.compare(self._digest, digest(content))
         return content
 
-    def _input(self, value: int) -> tuple[torch.Tensor, int]:
-        owner = self._chain.owned.get(value)
-        if owner is None:
-            return self._sources[value]()
-        tensor = _alive(owner)
+    def _owned(self, value: int) -> torch.Tensor:
+        tensor = _alive(self._chain.owned[value])
         if tensor._version != self._versions[value]:
             self._digests.refute(
                 "a parameter or buffer was changed in place between forward and backward, and "
                 "bytes that forward saved were to be made again from it"
             )
-        return _whole(tensor), 0
+        return tensor
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

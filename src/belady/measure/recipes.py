@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from belady.measure.clock import Clock, NoClock
 from belady.measure.records import tensors_in
-from belady.memory.geometry import Geometry, content_of
+from belady.memory.geometry import Geometry, below_autograd, content_of
 
 # A norm over the batch needs no running statistics, and must not update them again.
 _BATCH_NORMS = frozenset({"aten.native_batch_norm.default", "aten.cudnn_batch_norm.default"})
@@ -86,7 +86,7 @@ class Recipe:
         """Run the op on the tensors that ``tensor_of`` gives; the tensors of its result."""
         args = [_filled(arg, tensor_of) for arg in self.args]
         kwargs = {name: _filled(arg, tensor_of) for name, arg in self.kwargs.items()}
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with below_autograd(), torch._C._DisableAutocast():
             result = self.func(*args, **kwargs)
         return tuple(tensors_in((result,)))
 
