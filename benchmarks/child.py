@@ -21,7 +21,7 @@ from belady.ir.run import Run
 from belady.planners import smallest_budget
 from belady.simulate import bound
 from belady.units import parse_bytes
-from benchmarks.cases import BOUND, LOST, OURS, Case, Record, from_json
+from benchmarks.cases import BOUND, LOST, OWN, Case, Record, from_json
 from benchmarks.measure import digest, settled_peak, timed, versions
 from benchmarks.methods import Opener, available, observed, opened, starved, tidy
 from benchmarks.peers import PEERS
@@ -158,9 +158,9 @@ class _Bench:
 
     def _own(self, work: Workload) -> int:
         """Smallest budget that a policy of ours states."""
-        if not self.case.method.startswith(OURS):
+        if not self.case.method.startswith(OWN):
             raise ValueError(f"{self.case.method} states no budget of its own")
-        run, policy = self._observed(work), self.case.method.removeprefix(OURS)
+        run, policy = self._observed(work), self.case.method.partition(":")[2]
         return smallest_budget(policy, run.trace, run.hardware, Budget(2**62))
 
     def _cap(self, work: Workload) -> int | None:
@@ -187,7 +187,7 @@ class _Bench:
         return self._known.plain_peaks[name]
 
     def _smallest(self, work: Workload, opener: Opener) -> tuple[int, Record]:
-        if self.case.method.startswith(OURS):
+        if self.case.method.startswith(OWN):
             high = self._own(work)
             guesses = [high]
         else:
@@ -247,7 +247,7 @@ class _Bench:
 
     def _digest_of_method(self, cap: int | None) -> str:
         method = self.case.method
-        if not method.startswith(OURS):
+        if not method.startswith(OWN):
             return self._digest(method, None)
         try:
             return self._digest(method, cap)

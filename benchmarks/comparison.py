@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.cases import BOUND, OURS, Record
+from benchmarks.cases import BOUND, OWN, Record
 
 GROUPS = ("frontier", "peers", "targets")
 # With enough points for a figure.
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def ours(self) -> bool:
-        return str(self.first["method"]).startswith(OURS)
+        return str(self.first["method"]).startswith(OWN)
 
     @property
     def seconds(self) -> float:

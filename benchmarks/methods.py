@@ -19,7 +19,7 @@ from belady.ir.run import Run
 from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Tier
 from belady.planners import plan
-from benchmarks.cases import OURS, Record
+from benchmarks.cases import GRAPH, OURS, OWN, Record
 from benchmarks.peers import PEERS, Applied
 from benchmarks.workloads import Workload
 
@@ -99,7 +99,7 @@ def opened(work: Workload, method: str) -> Iterator[Opener]:
     A peer is applied once for all sessions, so that compiled code is compiled once; ours plans
     anew in each.
     """
-    if method.startswith(OURS):
+    if method.startswith(OWN):
         yield lambda cap: _ours(work, method, cap)
         return
     with PEERS[method].applied(work) as applied:
@@ -108,10 +108,12 @@ def opened(work: Workload, method: str) -> Iterator[Opener]:
 
 def available(work: Workload, method: str) -> str | None:
     """Why ``method`` cannot run ``work`` on this machine."""
-    if method.startswith(OURS):
+    if method.startswith(OWN):
         return None
     if method not in PEERS:
-        raise ValueError(f"no method {method!r}: {OURS}POLICY, or one of {', '.join(PEERS)}")
+        raise ValueError(
+            f"no method {method!r}: {OURS}POLICY, {GRAPH}POLICY, or one of {', '.join(PEERS)}"
+        )
     return PEERS[method].available(work)
 
 
@@ -177,14 +179,15 @@ def _capped(device: str, cap: int | None) -> Iterator[None]:
 
 @contextmanager
 def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
-    policy = method.removeprefix(OURS)
+    policy, budget = method.partition(":")[2], _UNLIMITED if cap is None else cap
+    engine = "graph" if method.startswith(GRAPH) else "eager"
     phases: list[str] = []
 
     def settled(count: int) -> bool:
         # Listeners are told one iteration late.
         return count >= WARM_UP_MOST or phases[-1:] == ["steady"]
 
-    with belady.virtualize(work.model, _UNLIMITED if cap is None else cap, policy=policy) as vm:
+    with belady.virtualize(work.model, budget, policy=policy, engine=engine) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
 
         def facts() -> Record:

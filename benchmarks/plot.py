@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks import records
-from benchmarks.cases import BOUND, OURS, Record
+from benchmarks.cases import BOUND, OWN, Record
 
 if TYPE_CHECKING:
     from belady.report.plots import Point
@@ -61,7 +61,7 @@ def points(found: Iterable[Record]) -> list[Point]:
             at = same[0]["budget_bytes"]
             made.append(Point("bound", at, math.inf if seconds is None else seconds, Kind.BOUND))
             continue
-        kind = Kind.OURS if method.startswith(OURS) else Kind.PEER
+        kind = Kind.OURS if method.startswith(OWN) else Kind.PEER
         held = max(r.get("peak_reserved_bytes", r["peak_allocated_bytes"]) for r in same)
         made.append(Point(method, held, median(r["median_seconds"] for r in same), kind))
     return made

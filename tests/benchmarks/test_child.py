@@ -48,6 +48,13 @@ def test_an_absent_peer_says_why() -> None:
     assert (record["outcome"], record["error"]) == ("absent", "needs a CUDA device")
 
 
+def test_a_policy_on_captured_graphs_has_the_bits_of_plain_pytorch() -> None:
+    case = Case("vgg19", "belady-graph:baseline", "1GiB", equal_steps=1, **_toy())
+    record = child._outcome(case, Known({}))
+    assert record["equal"]
+    assert record["planner"].startswith("baseline/")
+
+
 @pytest.mark.parametrize(("name", "word"), [("vgg18", "vgg19"), ("", "vgg19")])
 def test_an_unknown_workload_names_those_there_are(name: str, word: str) -> None:
     record = child._outcome(Case(name, "plain", device="cpu", toy=True), Known({}))

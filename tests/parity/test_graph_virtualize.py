@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import belady
 from belady.graph.session import Session
@@ -143,6 +144,17 @@ def test_the_report_says_when_nothing_was_captured() -> None:
     assert vm.run() is None
     assert "no iteration has been planned yet" in vm.report()
     assert "LSTM" in vm.report()
+
+
+def test_the_report_says_that_a_call_was_watched_by_somebody_else() -> None:
+    training = Training(CNN)
+    with within(training.model) as vm:
+        training.run(plain, range(5))
+        with FlopCounterMode(display=False):
+            training.run(plain, [5])
+    run = vm.run()
+    assert run is not None
+    assert "under a dispatch mode" in run.notes[0]
 
 
 def compiled() -> nn.Module:

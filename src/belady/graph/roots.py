@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from belady.forwards import Forward, plain_forward
 from belady.graph import doors
@@ -124,6 +125,9 @@ class _Compiled(Forward):
         """Run the module."""
         module, roots = self.alive(), self._roots()
         if roots is None or not _is_pass():
+            return plain_forward(module)(*args, **kwargs)
+        if _get_current_dispatch_mode_stack():
+            roots.left_out(["a call under a dispatch mode, of which Dynamo captures nothing"])
             return plain_forward(module)(*args, **kwargs)
         if self._run is None:
             self._run = roots.compiled(module)
