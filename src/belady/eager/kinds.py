@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from belady.eager.corrections import with_gap_of, with_host_of
 from belady.eager.key import Key
 from belady.eager.planned import Planned
 from belady.eager.replay import Recipes
@@ -18,7 +19,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
-from belady.ir.trace import Phase, Trace
+from belady.ir.trace import Trace
 from belady.measure.calls import compiled_anything
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Policy, Stage
@@ -32,7 +33,6 @@ _log = logging.getLogger("belady")
 # Iterations measured under a new plan, after one that only settles the allocator.
 _VERIFIED = 2
 _REPLANS = 3
-_HOST_AGREES = 0.95
 
 
 @dataclass(frozen=True)
@@ -190,16 +190,15 @@ class Planning:
 
     def _better(self, kind: Kind, trace: Trace, trial: Trial, measured: Measured) -> Trial | None:
         """The policy's plan with what was learned; None when that is the same plan."""
-        hardware = trial.hardware
-        corrected = _with_host_of(trace, kind.samples)
-        if corrected is None and not measured.allocation_retries:
+        corrected = with_host_of(trace, trial.plan, trial.hardware, kind.samples)
+        allocator = with_gap_of(trace, trial.plan, trial.hardware.allocator, measured)
+        if corrected is None and allocator is None:
             return None
         if corrected is not None:
             trace = kind.trace = corrected
-        if measured.allocation_retries:
-            allocator = hardware.allocator
-            fraction = allocator.margin_fraction * 1.5 + 0.02
-            hardware = replace(hardware, allocator=replace(allocator, margin_fraction=fraction))
+        hardware = trial.hardware
+        if allocator is not None:
+            hardware = replace(hardware, allocator=allocator)
         try:
             plan = self._make(kind, trace, hardware)
         except InfeasibleBudgetError:
@@ -209,7 +208,7 @@ class Planning:
         if measured.allocation_retries:
             self.notes.append(
                 f"under a margin of {trial.hardware.allocator.margin_fraction:.0%} the allocator "
-                f"had to flush its cache: tried {fraction:.0%}"
+                f"had to flush its cache: tried {hardware.allocator.margin_fraction:.0%}"
             )
         return Trial(plan, hardware)
 
@@ -265,22 +264,3 @@ class Planning:
             if kind.engine is not None:
                 share = 1 + trial.hardware.allocator.margin_fraction
                 set_aside(self._carrier.device, int(verdict.peak_bytes * share))
-
-
-def _with_host_of(trace: Trace, samples: list[Sample]) -> Trace | None:
-    """The trace with host seconds as unobserved iterations show them; None if they agree.
-
-    Watching slows the host down, so the seconds of an observed iteration are upper bounds. What
-    the host spent in the roots of an iteration that nobody watched is another: in a busy launch
-    queue it contains waiting for the device. The smaller one holds.
-    """
-    if trace.device == "cpu":
-        # The host runs the ops itself: its own share was measured apart.
-        return None
-    spent = min(sample.host_seconds for sample in samples)
-    watched = sum(op.host_seconds for op in trace.ops if op.phase is Phase.FORWARD)
-    if not 0 < spent < _HOST_AGREES * watched:
-        return None
-    share = spent / watched
-    ops = tuple(replace(op, host_seconds=op.host_seconds * share) for op in trace.ops)
-    return replace(trace, ops=ops)

@@ -170,6 +170,7 @@ def _link(path: str, link: Link) -> None:
     if not 0 < link.duplex_bytes_per_s < math.inf:
         _fail(f"{path}.duplex_bytes_per_s", f"{link.duplex_bytes_per_s} is not a rate")
     _amount(f"{path}.latency_s", link.latency_s)
+    _amount(f"{path}.issue_s", link.issue_s)
 
 
 def _run(run: Run) -> None:

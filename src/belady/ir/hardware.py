@@ -31,6 +31,9 @@ class Link:
         Time that a copy of a few bytes takes, in seconds.
     path
         Name of the physical path; links with one name share it.
+    issue_s
+        Seconds of the host that issuing one copy takes, whatever its size; of the link of the
+        device to itself, one pass over bytes. What an engine does around it is not in it.
     """
 
     source: Tier
@@ -39,6 +42,7 @@ class Link:
     duplex_bytes_per_s: float
     latency_s: float
     path: str
+    issue_s: float = 0.0
 
     @property
     def bytes_per_s(self) -> float:

@@ -45,6 +45,7 @@ CPU_ALLOCATOR = Allocator(round_bytes=64, margin_fraction=0.0, margin_bytes=0)
 HOST_SHARE = 0.8  # of the memory available now; the rest is for the program itself
 DISK_RESERVE_BYTES = 1024 * MIB  # never ours: others write there too
 
+_MEASURED = 2  # one more whenever something else is measured: what is remembered is no more valid
 _CPU_COPY_BYTES = 64 * MIB
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -234,7 +235,7 @@ def _cache_file(device: torch.device, folder: str | None) -> Path | None:
     if not base.is_absolute():
         return None
     place = "" if folder is None else (Files().file_system(folder), os.stat(folder).st_dev)
-    key = (platform.node(), str(device), _name(device), _versions(device), place)
+    key = (_MEASURED, platform.node(), str(device), _name(device), _versions(device), place)
     return base / "belady" / f"hardware-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
 
 

@@ -7,6 +7,7 @@ engine uses; disk links by the clock of the host, through the store that spills.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from belady.ir.hardware import Link
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier
+from belady.memory.carrier import Carrier
 from belady.memory.disk import DiskStore
 from belady.memory.lanes import Fence, Lanes
 from belady.memory.slab import Block, HostArena
@@ -29,6 +31,7 @@ _ROUND_BYTES = 64 * MIB  # copies of one round, as far as they are not more than
 _MOST_COPIES = 32
 _ROUNDS = 2
 _DUPLEX_COPIES = 4
+_ISSUED = 32
 _DISK_SECONDS = 0.4  # no larger copy is tried once the tries took so long
 # The copies of a round wait behind a kernel that only spins, so that they are all issued before
 # the first one starts: 4e6 cycles are 2 ms at 2 GHz.
@@ -49,6 +52,9 @@ def copy_links(lanes: Lanes, arena: HostArena, largest: int) -> tuple[Link, Link
         }
         duplex = _duplex_rate(lanes, pairs)
         out, back = (_copy_link(lanes, lane, pair, sizes, duplex) for lane, pair in pairs.items())
+        if not lanes.addressable:
+            sent, fetched = _issue_seconds(lanes)
+            out, back = replace(out, issue_s=sent), replace(back, issue_s=fetched)
     finally:
         lanes.drain()
         _free(arena, blocks)
@@ -61,7 +67,9 @@ def memory_link(lanes: Lanes, nbytes: int) -> Link:
     seconds = min(_seconds_on_device(lanes, target, source) for _ in range(_ROUNDS + 1))
     latency = _seconds_on_device(lanes, target[:_FEW_BYTES], source[:_FEW_BYTES])
     rate = 2 * nbytes / seconds
-    return Link(Tier.DEVICE, Tier.DEVICE, ((2 * nbytes, rate),), rate, latency, "memory")
+    issue = 0.0 if lanes.addressable else _pass_seconds(source[:PAGE_BYTES])
+    curve = ((2 * nbytes, rate),)
+    return Link(Tier.DEVICE, Tier.DEVICE, curve, rate, latency, "memory", issue)
 
 
 def disk_links(store: DiskStore, arena: HostArena, near: Tier, largest: int) -> tuple[Link, Link]:
@@ -95,6 +103,39 @@ def _copy_seconds(lanes: Lanes, lane: Lane, pair: Pair, size: int) -> float:
     for _ in range(copies - 1):
         last = lanes.copy(lane, target, source, ())
     return _elapsed(lanes, start, home, (last,)) / copies
+
+
+def _issue_seconds(lanes: Lanes) -> tuple[float, float]:
+    """Host seconds of a copy out and of one back, as a carrier issues them."""
+    source = _bytes_on(lanes.device, PAGE_BYTES)
+    carrier = Carrier(lanes.device, lanes=lanes)
+    try:
+        carrier.reserve(_ISSUED * PAGE_BYTES)
+        best = (float("inf"), float("inf"))
+        for _ in range(_ROUNDS + 1):
+            begun = perf_counter()
+            parcels = [carrier.send(source, Tier.HOST) for _ in range(_ISSUED)]
+            for parcel in parcels:
+                parcel.wait_sent()
+            sent = perf_counter()
+            for arrival in [parcel.fetch() for parcel in parcels]:
+                arrival.wait()
+            ended = perf_counter()
+            best = min(best[0], sent - begun), min(best[1], ended - sent)
+    finally:
+        carrier.close()
+    return best[0] / _ISSUED, best[1] / _ISSUED
+
+
+def _pass_seconds(source: torch.Tensor) -> float:
+    """Host seconds of one pass over some bytes, such as a digest."""
+    best = float("inf")
+    for _ in range(_ROUNDS + 1):
+        begun = perf_counter()
+        for _ in range(_ISSUED):
+            source.view(torch.int64).as_strided((1, 8), (8, 1)).sum(0, dtype=torch.int64)
+        best = min(best, perf_counter() - begun)
+    return best / _ISSUED
 
 
 def _duplex_rate(lanes: Lanes, pairs: dict[Lane, Pair]) -> float:

@@ -178,18 +178,25 @@ class _Issuer:
     def _copy_out(self, value: int) -> None:
         there, _ = routes(self.hardware, self._tier(value))
         # All compute issued so far comes first: the copy reads what it wrote.
-        after = (self.compute,) if self.compute else ()
+        after = (*self._issue(there[0][1], value), *((self.compute,) if self.compute else ()))
         for lane, link in there:
             after = (self._copy(value, lane, link, after),)
 
     def _copy_in(self, value: int) -> None:
         _, back = routes(self.hardware, self._tier(value))
+        host = self._issue(back[-1][1], value)
         for lane, link in back:
-            # Bytes taken on the device may still be in use by compute issued before; bytes
-            # staged on the host only wait for the host.
-            issued = self.compute if link.target is Tier.DEVICE else self.host
-            after = (self.copies[value][-1], *((issued,) if issued else ()))
+            after: tuple[Task, ...] = (self.copies[value][-1], *host)
+            if link.target is Tier.DEVICE and self.compute is not None:
+                # Bytes taken on the device may still be in use by compute issued before.
+                after = (*after, self.compute)
             self._copy(value, lane, link, after)
+
+    def _issue(self, link: Link | None, value: int) -> tuple[Task, ...]:
+        """The host's part of a copy or a pass: what must have ended before it starts."""
+        if link is not None and link.issue_s:
+            self.host = self._add(Task(Lane.HOST, link.issue_s, value=value))
+        return (self.host,) if self.host else ()
 
     def _copy(self, value: int, lane: Lane, link: Link, after: tuple[Task, ...]) -> Task:
         nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
@@ -218,7 +225,9 @@ class _Issuer:
         nbytes += decision.nbytes if isinstance(decision, Encode) else 0
         seconds = self.hardware.memory_seconds(nbytes)
         if seconds or isinstance(decision, Encode):
-            self.compute = self._add(Task(Lane.COMPUTE, seconds, op=boundary, value=value))
+            host = self._issue(self.hardware.link(Tier.DEVICE, Tier.DEVICE), value)
+            task = Task(Lane.COMPUTE, seconds, host, op=boundary, value=value)
+            self.compute = self._add(task)
 
     def _tier(self, value: int) -> Tier:
         decision = self.plan.decisions[value]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from belady.errors import PlanMismatchError, TierError
-from belady.ir.hardware import Allocator
+from belady.ir.hardware import Allocator, Link
 from belady.ir.plan import (
     Assignment,
     Budget,
@@ -159,6 +159,18 @@ def test_on_a_cpu_disk_is_next_to_the_device_and_waits_block_the_host() -> None:
     }
     assert timeline.stall_seconds == 8
     assert timeline.seconds == 14
+
+
+def test_a_slow_host_issues_copies_as_well() -> None:
+    out = Link(Tier.DEVICE, Tier.HOST, ((1, 1.0),), 1.0, 0.0, "out", issue_s=3)
+    back = Link(Tier.HOST, Tier.DEVICE, ((1, 1.0),), 1.0, 0.0, "back", issue_s=2)
+    trace = trace_of([1, 1, 1, 1], [(1, 0, 3)], host_s=1)
+    plan = plan_of(trace, Offload(Tier.HOST, 0, 1, 2, 3))
+    timeline = simulate(trace, machine(out, back), plan)
+    assert spans(timeline, Lane.HOST) == [(0, 1), (1, 4), (4, 5), (5, 7), (7, 8), (8, 9)]
+    assert spans(timeline, Lane.COPY_OUT) == [(4, 5)]
+    assert spans(timeline, Lane.COPY_IN) == [(7, 8)]
+    assert timeline.seconds == 10
 
 
 def test_a_wait_at_the_end_has_no_op() -> None:

@@ -1,0 +1,68 @@
+"""What iterations under a plan say of the trace and the machine that it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from belady.ir.hardware import Allocator, HardwareProfile
+from belady.ir.plan import Offload, Plan, Recompute
+from belady.ir.timeline import Measured
+from belady.ir.trace import Phase, Tier, Trace
+from belady.measure.monitor import Sample
+
+_HOST_AGREES = 0.95
+# A plan is made again for a smaller margin only where the smaller one lets in clearly more.
+_MARGIN_AGREES = 0.7
+_LOSES = 1.01
+
+
+def with_host_of(
+    trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
+) -> Trace | None:
+    """The trace with host seconds as unobserved iterations show them; None if they agree.
+
+    Watching slows the host down, so the seconds of an observed iteration are upper bounds. What
+    the host spent in the roots of an iteration that nobody watched is another: in a busy launch
+    queue it contains waiting for the device, and what it issued for the plan besides. The smaller
+    one holds.
+    """
+    if trace.device == "cpu":
+        # The host runs the ops itself: its own share was measured apart.
+        return None
+    spent = min(sample.host_seconds for sample in samples) - _issued_in_forward(plan, hardware)
+    watched = sum(op.host_seconds for op in trace.ops if op.phase is Phase.FORWARD)
+    if not 0 < spent < _HOST_AGREES * watched:
+        return None
+    share = spent / watched
+    ops = tuple(replace(op, host_seconds=op.host_seconds * share) for op in trace.ops)
+    return replace(trace, ops=ops)
+
+
+def with_gap_of(
+    trace: Trace, plan: Plan, allocator: Allocator, measured: Measured
+) -> Allocator | None:
+    """The allocator with the margin that an iteration under ``plan`` showed; None if it agrees.
+
+    Where it had to flush its cache the margin was too small. Where it did not, what it reserved
+    beyond what was allocated is all that the blocks of this plan need, and a little more than that
+    will do for the next one, which is worth trying where the plan loses time.
+    """
+    fraction = allocator.margin_fraction
+    if measured.allocation_retries:
+        return replace(allocator, margin_fraction=fraction * 1.5 + 0.02)
+    peak = measured.peak(Tier.DEVICE)
+    loses = plan.predicted_seconds > _LOSES * sum(op.device_seconds for op in trace.ops)
+    if not peak or not measured.reserved_bytes or not loses:
+        return None
+    shown = 1.25 * (measured.reserved_bytes / peak - 1) + 0.02
+    return replace(allocator, margin_fraction=shown) if shown < _MARGIN_AGREES * fraction else None
+
+
+def _issued_in_forward(plan: Plan, hardware: HardwareProfile) -> float:
+    """Host seconds of the copy-outs and digests of a plan."""
+    out = hardware.link(Tier.DEVICE, Tier.HOST)
+    own = hardware.link(Tier.DEVICE, Tier.DEVICE)
+    sends = sum(isinstance(decision, Offload) for decision in plan.decisions.values())
+    digests = sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
+    return sends * (out.issue_s if out else 0.0) + digests * (own.issue_s if own else 0.0)

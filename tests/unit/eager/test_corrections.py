@@ -1,0 +1,67 @@
+from dataclasses import replace
+
+import pytest
+
+from belady.eager.corrections import with_gap_of, with_host_of
+from belady.ir.hardware import Allocator, Link
+from belady.ir.plan import Offload
+from belady.ir.timeline import Measured, TierPeak
+from belady.ir.trace import Tier
+from belady.measure.monitor import Sample
+from tests.unit.simulate.cases import gpu, machine, plan_of, trace_of
+
+TRACE = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3)], host_s=1.0)
+PLAN = plan_of(TRACE, Offload(Tier.HOST, 1, 2, 3, 3))
+LOSING = replace(PLAN, predicted_seconds=6.0)
+ALLOCATOR = Allocator(1, 0.2, 0)
+
+
+def measured(*, reserved: int, retries: int = 0) -> Measured:
+    peaks = (TierPeak(Tier.DEVICE, 100),)
+    return Measured(1, 5.0, (5.0,), peaks, reserved, allocation_retries=retries)
+
+
+def sample(seconds: float) -> Sample:
+    return Sample(1, 0.0, host_seconds=seconds)
+
+
+def test_the_host_is_as_fast_as_the_fastest_unwatched_iteration():
+    corrected = with_host_of(TRACE, PLAN, gpu(), [sample(3.0), sample(2.0)])
+    assert corrected is not None
+    assert [op.host_seconds for op in corrected.ops] == [0.5] * 4
+
+
+def test_what_a_plan_issues_is_not_the_programs_own():
+    out = Link(Tier.DEVICE, Tier.HOST, ((1, 1.0),), 1.0, 0.0, "pcie", issue_s=1.0)
+    corrected = with_host_of(TRACE, PLAN, machine(out), [sample(3.0)])
+    assert corrected is not None
+    assert [op.host_seconds for op in corrected.ops] == [0.5] * 4
+
+
+@pytest.mark.parametrize("seconds", [3.9, 5.0, 0.0])
+def test_host_seconds_that_agree_or_mean_nothing_change_nothing(seconds: float):
+    assert with_host_of(TRACE, PLAN, gpu(), [sample(seconds)]) is None
+
+
+def test_on_a_cpu_the_hosts_share_was_measured_apart():
+    assert with_host_of(replace(TRACE, device="cpu"), PLAN, gpu(), [sample(1.0)]) is None
+
+
+def test_a_flushed_cache_widens_the_margin():
+    found = with_gap_of(TRACE, PLAN, ALLOCATOR, measured(reserved=101, retries=1))
+    assert found is not None
+    assert found.margin_fraction == pytest.approx(0.32)
+
+
+def test_a_plan_that_loses_time_is_tried_with_the_margin_that_its_blocks_need():
+    found = with_gap_of(TRACE, LOSING, ALLOCATOR, measured(reserved=104))
+    assert found is not None
+    assert found.margin_fraction == pytest.approx(0.07)
+
+
+def test_a_plan_that_loses_nothing_keeps_its_margin():
+    assert with_gap_of(TRACE, PLAN, ALLOCATOR, measured(reserved=104)) is None
+
+
+def test_a_margin_that_is_needed_stays():
+    assert with_gap_of(TRACE, LOSING, ALLOCATOR, measured(reserved=112)) is None
