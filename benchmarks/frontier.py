@@ -23,14 +23,14 @@ LADDER = (120, 100, 80, 65, 50, 40, 30, 25, 20)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("out", type=Path, help="JSON lines; cases that it holds are skipped")
-    parser.add_argument("--workload", default="resnet50")
+    parser.add_argument("--workload", default="resnet50", help="resnet50 unless given")
     parser.add_argument("--precision", default="bf16", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
     parser.add_argument("--policy", action="append", help="of ours; auto unless given")
     parser.add_argument("--peer", action="append", choices=PEER_NAMES, help="all unless given")
     parser.add_argument("--ladder", type=int, nargs="+", default=LADDER, metavar="PERCENT")
-    parser.add_argument("--equal-steps", type=int, default=6)
+    parser.add_argument("--equal-steps", type=int, default=6, help="then results are compared")
     add_how(parser)
 
 

@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("out", type=Path, help="JSON lines; answers are added")
     parser.add_argument("--question", action="append", choices=QUESTIONS, help="all unless given")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", default="cuda", help="or cpu, where no setting matters")
+    parser.add_argument("--repeats", type=int, default=9, help="of which the median counts")
     parser.add_argument("--images", type=int, default=128, help="samples of a feature map")
-    parser.add_argument("--edge", type=int, default=224, help="of the images that are convolved")
+    parser.add_argument("--edge", type=int, default=224, help="pixels, of what is convolved")
 
 
 def run(arguments: argparse.Namespace) -> int:

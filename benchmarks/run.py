@@ -6,22 +6,47 @@ import argparse
 import itertools
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from belady.units import parse_bytes
+from belady.units import format_bytes, format_seconds, parse_bytes
 from benchmarks import records
 from benchmarks.cases import BOUND, GRAPH, OURS, OWN, Case, Record, label
 from benchmarks.processes import grouped, measure
 from benchmarks.suites import PEER_NAMES, SUITES
 
+# Titles, entries of a record, and how they are written.
+_SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("", "median_seconds", format_seconds),
+    ("in a row", "pipelined_seconds", format_seconds),
+    ("predicted", "predicted_seconds", format_seconds),
+    ("bound", "bound_seconds", format_seconds),
+    ("kernels", "kernel_seconds", format_seconds),
+    ("host", "host_seconds", format_seconds),
+    ("stall", "stall_seconds", format_seconds),
+    ("stall predicted", "predicted_stall_seconds", format_seconds),
+    ("peak", "peak_allocated_bytes", format_bytes),
+    ("peak predicted", "predicted_peak_bytes", format_bytes),
+    ("reserved", "peak_reserved_bytes", format_bytes),
+    ("budget", "budget_bytes", format_bytes),
+    ("retries", "allocation_retries", str),
+    ("by", "planner", str),
+    ("values moved", "moved_values", str),
+    ("warm-up", "warm_up", str),
+    ("equal", "equal", str),
+    ("all of it", "wall_seconds", format_seconds),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("out", type=Path, help="JSON lines; cases that it holds are skipped")
-    parser.add_argument("--suite", action="append", choices=sorted(SUITES), default=[])
+    parser.add_argument(
+        "--suite", action="append", choices=sorted(SUITES), default=[],
+        help="cases with a name, see benchmarks/README.md; else those that the options name",
+    )  # fmt: skip
     parser.add_argument("--workload", action="append", help="or, with a suite, only these")
     parser.add_argument("--method", action="append", type=_method, help="a peer, or belady:POLICY")
     parser.add_argument(
@@ -29,9 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="none, 4GiB, 50%%, own, smallest or 50%%:PEER",
     )  # fmt: skip
     parser.add_argument("--precision", action="append", choices=("fp32", "tf32", "bf16"))
-    parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
-    parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--no-cudnn-benchmark", action="store_true")
+    parser.add_argument(
+        "--size", action="append", default=[], metavar="NAME=NUMBER", help="batch=64, say"
+    )
+    parser.add_argument("--channels-last", action="store_true", help="of images and weights")
+    parser.add_argument(
+        "--no-cudnn-benchmark", action="store_true", help="cuDNN does not time its algorithms"
+    )
     parser.add_argument("--equal-steps", type=int, help="steps before results are compared")
     add_how(parser)
 
@@ -40,9 +69,11 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     """Options that say how, not what."""
     parser.add_argument("--device", help="cuda unless --toy")
     parser.add_argument("--toy", action="store_true", help="networks small enough for a CPU")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=10, help="iterations that are timed")
     parser.add_argument("--rounds", type=int, default=1, help="of all cases, interleaved")
-    parser.add_argument("--share-process", action="store_true")
+    parser.add_argument(
+        "--share-process", action="store_true", help="of neighbours of one workload"
+    )
     parser.add_argument("--limit-s", type=float, default=540.0, help="of everything")
     parser.add_argument("--case-limit-s", type=float, default=300.0, help="then it is a crash")
 
@@ -134,6 +165,12 @@ def in_rounds(cases: Sequence[Case], rounds: int) -> list[Case]:
     return found
 
 
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def after_caps(cases: Sequence[Case], caps: Container[str]) -> list[Case]:
     """The cases, each after the one that finds the cap that its budget is a share of.
 
@@ -161,6 +198,9 @@ def execute(cases: Sequence[Case], arguments: argparse.Namespace, limit_s: float
     todo = [case for case in cases if case.key not in done]
     if len(todo) < len(cases):
         print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {out}")
+    if any(case.device.startswith("cuda") for case in todo) and not _has_cuda():
+        print("there is no CUDA device here: --toy runs small networks on a CPU")
+        return 2
     for group in grouped(todo):
         remaining = group
         while remaining:
@@ -216,31 +256,12 @@ def _keep(record: Record, out: Path) -> None:
 
 
 def line(record: Record) -> str:
-    """A record in one line, for whoever looks on."""
-
-    def number(name: str, unit: float, digits: int) -> str:
-        value = record.get(name)
-        return f"{value / unit:.{digits}f}" if isinstance(value, (int, float)) else "-"
-
-    def ms(name: str) -> str:
-        return number(name, 1e-3, 1)
-
-    def gib(name: str) -> str:
-        return number(name, 2**30, 3)
-
+    """A record in one line, for whoever looks on: what is known of it."""
     words = [str(record.get(k)) for k in ("workload", "method", "budget", "precision", "outcome")]
-    return (
-        f"{' '.join(words)}: {ms('median_seconds')} ms ({ms('pipelined_seconds')}), predicted "
-        f"{ms('predicted_seconds')}, kernels {ms('kernel_seconds')}, host {ms('host_seconds')}; "
-        f"peak {gib('peak_allocated_bytes')} predicted {gib('predicted_peak_bytes')} GiB, reserved "
-        f"{gib('peak_reserved_bytes')} of {gib('budget_bytes')}, retries "
-        f"{record.get('allocation_retries')}, {record.get('planner')} moves "
-        f"{record.get('moved_values')}, stall {ms('stall_seconds')} predicted "
-        f"{ms('predicted_stall_seconds')}, warm-up {record.get('warm_up')}, equal "
-        f"{record.get('equal')}, {number('wall_seconds', 1, 1)} s {_last_line(record)}"
-    )
-
-
-def _last_line(record: Record) -> str:
-    """What went wrong; the record has the rest."""
-    return str(record.get("error", "")).strip().rpartition("\n")[2]
+    facts = [
+        f"{title} {form(record[name])}".strip()
+        for title, name, form in _SHOWN
+        if record.get(name) is not None
+    ]
+    error = str(record.get("error", "")).strip().rpartition("\n")[2]
+    return f"{' '.join(words)}: {', '.join([*facts, *([error] if error else [])])}"

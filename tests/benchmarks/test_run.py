@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import records, run
 from benchmarks.cases import Case, from_json, key_of
@@ -27,8 +27,6 @@ def benchmarks(*arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *map(str, arguments)],
         cwd=ROOT,
-        # Threads that wait for one another would take the time of everything beside them.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=110,
@@ -160,7 +158,7 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
         return cases[1:], None
 
     monkeypatch.setattr(run, "measure", measured)
-    case = Case("vgg19", "belady:auto", "50%:checkpoint")
+    case = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
     arguments = argparse.Namespace(out=tmp_path / "out.jsonl", case_limit_s=9.0)
     for _ in range(2):
         run.execute([case], arguments, 60)
@@ -168,6 +166,30 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
     assert (first["method"], first["budget"]) == ("checkpoint", "smallest")
     assert from_json(second) == case
     assert told == [{}, {case.cap_of("checkpoint"): 7}]
+
+
+def test_without_a_device_nothing_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", case_limit_s=9.0)
+    assert run.execute([Case("vgg19", "plain")], arguments, 60) == 2
+    assert "--toy" in capsys.readouterr().out
+    assert not arguments.out.exists()
+
+
+def test_a_line_says_what_is_known() -> None:
+    case = Case("vgg19", "bound", "4GiB").as_json()
+    assert run.line(case | {"outcome": "ok", "bound_seconds": 0.5, "budget_bytes": 4 << 30}) == (
+        "vgg19 bound 4GiB tf32 ok: bound 500 ms, budget 4.00 GiB"
+    )
+    crash = run.line(case | {"outcome": "crash", "error": "Traceback\n  line\nValueError: no\n"})
+    assert crash == "vgg19 bound 4GiB tf32 crash: ValueError: no"
+
+
+def test_the_page_names_every_suite() -> None:
+    text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    assert all(f"| `{name}` |" in text for name in SUITES)
 
 
 @pytest.mark.parametrize("budget", ["4GiBs", "x%", "50%:nobody", "50%save_on_cpu", "least"])
