@@ -168,7 +168,7 @@ class Planning:
 
         Memory is exact in bytes allocated. What the allocator reserves beyond them depends on how
         blocks fit; where that is more than the margin it flushes its cache, which costs time. Of
-        the plans tried, the one measured fastest stays.
+        the plans tried that do not flush it, the one measured fastest stays.
         """
         if kind.current is None or kind.trace is None:
             return
@@ -183,7 +183,7 @@ class Planning:
         if better is not None:
             self._put_in_force(kind, kind.trace, better)
             return
-        fastest = min(kind.tried, key=lambda trial: trial.measured.seconds if trial.measured else 0)
+        fastest = min(kind.tried, key=_preference)
         if fastest is not kind.current:
             self._put_in_force(kind, kind.trace, fastest)
             kind.stage = Stage.STEADY
@@ -264,3 +264,9 @@ class Planning:
             if kind.engine is not None:
                 share = 1 + trial.hardware.allocator.margin_fraction
                 set_aside(self._carrier.device, int(verdict.peak_bytes * share))
+
+
+def _preference(trial: Trial) -> tuple[bool, float]:
+    """Plans under which the allocator had room come first, then the faster ones."""
+    measured = trial.measured
+    return (bool(measured.allocation_retries), measured.seconds) if measured else (True, 0.0)
