@@ -8,7 +8,7 @@ then verified, then left alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from belady.eager.content import Moved
 from belady.eager.cutting import Cutting
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
-from belady.eager.key import Key, walk
+from belady.eager.key import Key, parameters_of, walk
 from belady.eager.kinds import Kind, Planning
 from belady.eager.lasting import Gradients, settle_state
 from belady.eager.limits import refuse_infeasible
@@ -127,11 +127,7 @@ class Conductor:
                 del self._kinds[next(iter(self._kinds))]
         self._planning.check_replays(kind)
         if kind.current is None or kind.engine is not None:
-            # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
-            self._persistent.clear()
-            self._persistent.update(_addresses(self._modules))
-            if self.carrier.device.type == "cuda":
-                self._gradients.attach(self._modules)
+            self._find_lasting()
         else:
             self._gradients.rest()
             self._for_gradients.close()
@@ -146,6 +142,17 @@ class Conductor:
         if kind.engine is not None:
             kind.engine.on_anchor = sample.tape.anchor if sample.tape is not None else None
         return iteration
+
+    def _find_lasting(self) -> None:
+        modules = walk(self._modules)
+        parameters = parameters_of(modules)
+        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
+        self._persistent.clear()
+        self._persistent.update([t.untyped_storage()._cdata for t in parameters])
+        self._persistent.update([t.untyped_storage()._cdata for t in buffers])
+        if self.carrier.device.type == "cuda":
+            self._gradients.attach(parameters)
 
     def finish(self, iteration: Iteration) -> tuple[Stage, Sample]:
         """End an iteration and decide what the next one of its kind does."""
@@ -261,13 +268,3 @@ def _telling(observation: Observation) -> Callable[[Moved], None]:
             recorder.brought(content, content.arrival.tensor)
 
     return tell
-
-
-def _addresses(modules: Iterable[torch.nn.Module]) -> Iterable[int]:
-    found: list[torch.nn.Module] = []
-    for module in modules:
-        walk(module, found)
-    for module in found:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                yield tensor.untyped_storage()._cdata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,14 +20,10 @@ def pass_key(
     input geometry, and parameters that require and have gradients.
     """
     inputs = tuple(_geometry(leaf) for leaf in tree_leaves(call))
-    modules: list[torch.nn.Module] = []
-    walk(module, modules)
-    parameters = [
-        (p.requires_grad, p.grad is None)
-        for m in modules
-        for p in m._parameters.values()
-        if p is not None
-    ]
+    modules = walk([module])
+    parameters = parameters_of(modules)
+    learning = [p.requires_grad for p in parameters]
+    without = [p.grad is None for p in parameters]
     # Not only the root's: frozen BatchNorm layers in a training model save other tensors.
     training = [m.training for m in modules]
     kind = device.type
@@ -37,16 +34,23 @@ def pass_key(
         torch.backends.cudnn.benchmark,
         torch.get_default_dtype(),
     )
-    return (root, hash((*training, *parameters)), flags, inputs)
+    return (root, hash((*training, *learning, *without)), flags, inputs)
 
 
-def walk(module: torch.nn.Module, into: list[torch.nn.Module]) -> None:
-    """Append ``module`` and all modules below it, each as often as it occurs."""
+def walk(roots: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules ``roots`` and all below them, each as often as it occurs."""
     # `Module.modules` builds names and sets on the way, five times the cost of every call.
-    into.append(module)
-    for child in module._modules.values():
-        if child is not None:
-            walk(child, into)
+    found = list(roots)
+    for module in found:
+        if module._modules:
+            # The loop goes on with these.
+            found += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Parameters of the modules themselves, each as often as it occurs."""
+    return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 def _geometry(leaf: object) -> object:

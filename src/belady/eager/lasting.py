@@ -38,14 +38,29 @@ class Gradients:
         self._place = place
         self._most = int(budget_bytes * _SHARE)
         self._hooks: dict[int, _Hook] = {}
+        self._known: list[weakref.ref[torch.Tensor]] = []
+        self._sizes: list[int] = []
+        self._fit = False
         self._active = False
         self._alone = _alone()
 
-    def attach(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Move the gradients of ``modules`` from now on, unless they are too large together."""
-        large = {id(p): p for module in modules for p in module.parameters() if _followed(p)}
-        self._active = sum(p.nbytes for p in large.values()) <= self._most
-        if not self._active:
+    def attach(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Move the gradients of ``parameters`` from now on, unless they are too large together.
+
+        Costs little while these are the same objects of the same sizes as the time before.
+        """
+        learning = [p for p in parameters if type(p) is torch.nn.Parameter and p.requires_grad]
+        sizes = [p.nbytes for p in learning]
+        if sizes != self._sizes or any(
+            known() is not p for known, p in zip(self._known, learning, strict=True)
+        ):
+            self._known, self._sizes = [weakref.ref(p) for p in learning], sizes
+            self._follow({id(p): p for p in learning if _followed(p)})
+        self._active = self._fit
+
+    def _follow(self, large: dict[int, torch.nn.Parameter]) -> None:
+        self._fit = sum(p.nbytes for p in large.values()) <= self._most
+        if not self._fit:
             return
         for key, parameter in large.items():
             known = self._hooks.get(key)
@@ -59,6 +74,7 @@ class Gradients:
     def close(self) -> None:
         """Take all hooks off."""
         hooks, self._hooks = self._hooks, {}
+        self._known, self._sizes, self._active = [], [], False
         for hook in hooks.values():
             hook.handle.remove()
 
@@ -102,13 +118,7 @@ class _Hook:
 
 
 def _followed(parameter: torch.Tensor) -> bool:
-    return (
-        type(parameter) is torch.nn.Parameter
-        and parameter.requires_grad
-        and parameter.is_leaf
-        and parameter.layout is torch.strided
-        and parameter.nbytes > _LARGE
-    )
+    return parameter.is_leaf and parameter.layout is torch.strided and parameter.nbytes > _LARGE
 
 
 def _owns_its_bytes(tensor: torch.Tensor) -> bool:

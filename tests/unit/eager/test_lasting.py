@@ -34,7 +34,7 @@ def place() -> Elsewhere:
 
 def attached(place: Place, *modules: nn.Module, budget: int = ROOM) -> Gradients:
     gradients = Gradients(place, budget)
-    gradients.attach(modules)
+    gradients.attach(p for module in modules for p in module.parameters())
     return gradients
 
 
@@ -53,7 +53,7 @@ def trained(habit: Habit, place: Place | None) -> list[dict[str, Tensor]]:
     seen = []
     for index in range(4):
         if gradients is not None:
-            gradients.attach([model])
+            gradients.attach(model.parameters())
         habit(model, optimizer, index)
         seen.append(outcome(model))
     return seen
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_added_to_is_not_moved_again(place: Elsewhere) -> Non
     loss_of(model).backward()
     first = gradient(model.enter.weight)
     for index in range(3):
-        gradients.attach([model])
+        gradients.attach(model.parameters())
         loss_of(model, index).backward()
         assert model.enter.weight.grad is first
     model.zero_grad(set_to_none=False)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from belady.eager import lasting
 from belady.eager.lasting import Gradients
 from tests.unit.eager.elsewhere import (
     ROOM,
@@ -42,9 +43,9 @@ def hooks_on(module: nn.Module) -> int:
 def test_only_large_parameters_that_learn_have_hooks(gradients: Gradients) -> None:
     model = net()
     model.shared.requires_grad_(False)
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     assert hooks_on(model) == hooks_on(model.enter) == 1
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     assert hooks_on(model) == 1
 
 
@@ -53,18 +54,18 @@ def test_a_parameter_that_learns_later_is_followed_later(
 ) -> None:
     model = net()
     model.enter.requires_grad_(False)
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     loss_of(model).backward()
     assert place.sizes == [SQUARE]
     model.zero_grad()
     model.enter.requires_grad_(True)
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     loss_of(model).backward()
     assert place.has(model.enter.weight.grad)
     # And the other way round: what has no gradient is left alone.
     model.zero_grad()
     model.enter.requires_grad_(False)
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     loss_of(model).backward()
     assert model.enter.weight.grad is None
 
@@ -73,21 +74,21 @@ def test_a_parameter_put_in_another_s_place_is_followed(
     gradients: Gradients, place: Elsewhere
 ) -> None:
     model = net()
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     for _ in range(3):
         # The new one may get the address of the old one.
         model.enter.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-        gradients.attach([model])
+        gradients.attach(model.parameters())
         loss_of(model).backward()
         assert place.has(model.enter.weight.grad)
 
 
 def test_a_parameter_that_left_the_model_loses_its_hook_too(gradients: Gradients) -> None:
     model = net()
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     old = model.enter.weight
     model.enter.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     gradients.close()
     assert hooks_on(model) == 0
     assert not old._post_accumulate_grad_hooks
@@ -96,7 +97,7 @@ def test_a_parameter_that_left_the_model_loses_its_hook_too(gradients: Gradients
 def test_a_parameter_of_two_roots_has_one_hook(gradients: Gradients, place: Elsewhere) -> None:
     model, other = net(), net()
     other.enter = model.enter
-    gradients.attach([model, other])
+    gradients.attach([*model.parameters(), *other.parameters()])
     assert hooks_on(model.enter) == 1
     (loss_of(model) + loss_of(other)).backward()
     assert place.sizes == [SQUARE] * 3
@@ -106,9 +107,30 @@ def test_a_parameter_that_is_no_leaf_has_no_gradient_to_move(gradients: Gradient
     model, factor = net(), torch.ones(WIDTH, WIDTH, requires_grad=True)
     model.enter.weight.requires_grad_(False)
     model.enter.weight.mul_(factor)
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     loss_of(model).backward()
     assert hooks_on(model.enter) == 0
+
+
+def test_what_is_the_same_as_the_time_before_is_not_looked_at_again(
+    gradients: Gradients, place: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Tensor] = []
+    followed = lasting._followed
+    monkeypatch.setattr(lasting, "_followed", lambda p: looked.append(p) or followed(p))
+    model = net()
+    gradients.attach(model.parameters())
+    assert len(looked) == len(list(model.parameters()))
+    looked.clear()
+    gradients.rest()
+    gradients.attach(model.parameters())
+    assert looked == []
+    loss_of(model).backward()
+    assert len(place.sizes) == 2
+    # The same object, with other bytes.
+    model.leave.weight.data = torch.zeros(3, WIDTH**2)
+    gradients.attach(model.parameters())
+    assert hooks_on(model.leave) == 1
 
 
 class Marked(nn.Parameter):
@@ -118,7 +140,7 @@ class Marked(nn.Parameter):
 def test_parameters_of_other_classes_are_left_alone(gradients: Gradients) -> None:
     model = net()
     model.enter.weight = Marked(torch.ones(WIDTH, WIDTH))
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     assert hooks_on(model.enter) == 0
 
 
@@ -130,18 +152,18 @@ def test_gradients_move_if_all_need_an_eighth_of_the_budget(
     budget: int, moves: bool, place: Elsewhere
 ) -> None:
     model = net()
-    Gradients(place, budget).attach([model])
+    Gradients(place, budget).attach(model.parameters())
     assert hooks_on(model) == 2 * moves
 
 
 def test_gradients_that_grow_too_many_stay(place: Elsewhere) -> None:
     model, other = net(), net()
     gradients = Gradients(place, 16 * SQUARE)
-    gradients.attach([model])
-    gradients.attach([model, other])
+    gradients.attach(model.parameters())
+    gradients.attach([*model.parameters(), *other.parameters()])
     loss_of(model).backward()
     assert place.sizes == []
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     model.zero_grad()
     loss_of(model).backward()
     assert place.sizes == [SQUARE, SQUARE]
@@ -152,11 +174,11 @@ def test_gradients_that_grow_too_many_stay(place: Elsewhere) -> None:
 
 def test_at_rest_gradients_stay_until_the_next_time(gradients: Gradients, place: Elsewhere) -> None:
     model = net()
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     gradients.rest()
     loss_of(model).backward()
     assert place.sizes == []
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     model.zero_grad()
     loss_of(model).backward()
     assert len(place.sizes) == 2
@@ -165,7 +187,7 @@ def test_at_rest_gradients_stay_until_the_next_time(gradients: Gradients, place:
 def test_nothing_is_left_after_close(gradients: Gradients, place: Elsewhere) -> None:
     model, heard = net(), []
     model.shared.weight.register_post_accumulate_grad_hook(heard.append)
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     gradients.close()
     gradients.close()
     loss_of(model).backward()
@@ -175,14 +197,14 @@ def test_nothing_is_left_after_close(gradients: Gradients, place: Elsewhere) -> 
 
 def test_dropped_without_close_it_moves_nothing_more(place: Elsewhere) -> None:
     model = net()
-    Gradients(place, ROOM).attach([model])
+    Gradients(place, ROOM).attach(model.parameters())
     loss_of(model).backward()
     assert place.sizes == []
 
 
 def test_hooks_keep_no_parameter_alive(gradients: Gradients) -> None:
     model = net()
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     weight = weakref.ref(model.enter.weight)
     del model
     assert weight() is None
@@ -208,7 +230,7 @@ def test_a_copy_of_the_model_is_not_followed(
     duplicate: Callable[[Net], Net], gradients: Gradients, place: Elsewhere
 ) -> None:
     model = net()
-    gradients.attach([model])
+    gradients.attach(model.parameters())
     loss_of(model).backward()
     twin = duplicate(model)
     assert hooks_on(twin) == 0
