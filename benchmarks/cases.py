@@ -10,9 +10,9 @@ from typing import Any
 Record = dict[str, Any]
 
 OURS = "belady:"
-# The same policies, carried out on captured graphs.
-GRAPH = "belady-graph:"
-OWN = (OURS, GRAPH)
+# What a method of ours begins with, and the engine that carries its policy out.
+ENGINES = {OURS: "eager", "belady-graph:": "graph", "belady-inductor:": "inductor"}
+OWN = tuple(ENGINES)
 # Not a method: what no plan of belady's can beat, by `belady.simulate.bound`.
 BOUND = "bound"
 # Group of the records that no device measured.
@@ -30,8 +30,8 @@ class Case:
     Attributes
     ----------
     method
-        A peer's name, ``belady:POLICY``, ``belady-graph:POLICY``, or ``bound``: what no plan that
-        keeps or moves can beat.
+        A peer's name, ``belady:POLICY``, ``belady-graph:POLICY``, ``belady-inductor:POLICY``, or
+        ``bound``: what no plan that keeps or moves can beat.
     budget
         ``none``; bytes such as ``4GiB``; ``50%`` of plain's peak of allocated bytes; ``own``, the
         smallest budget that a policy of ours states; ``smallest``, the smallest cap that the

@@ -19,7 +19,7 @@ from belady.ir.run import Run
 from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Tier
 from belady.planners import plan
-from benchmarks.cases import GRAPH, OURS, OWN, Record
+from benchmarks.cases import ENGINES, OWN, Record
 from benchmarks.peers import PEERS, Applied
 from benchmarks.workloads import Workload
 
@@ -112,7 +112,8 @@ def available(work: Workload, method: str) -> str | None:
         return None
     if method not in PEERS:
         raise ValueError(
-            f"no method {method!r}: {OURS}POLICY, {GRAPH}POLICY, or one of {', '.join(PEERS)}"
+            f"no method {method!r}: POLICY after one of {', '.join(OWN)} or one of "
+            f"{', '.join(PEERS)}"
         )
     return PEERS[method].available(work)
 
@@ -179,8 +180,8 @@ def _capped(device: str, cap: int | None) -> Iterator[None]:
 
 @contextmanager
 def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
-    policy, budget = method.partition(":")[2], _UNLIMITED if cap is None else cap
-    engine = "graph" if method.startswith(GRAPH) else "eager"
+    ours, colon, policy = method.partition(":")
+    engine, budget = ENGINES[ours + colon], _UNLIMITED if cap is None else cap
     phases: list[str] = []
 
     def settled(count: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from belady.units import format_bytes, format_seconds, parse_bytes
 from benchmarks import records
-from benchmarks.cases import BOUND, GRAPH, OURS, OWN, Case, Record, label
+from benchmarks.cases import BOUND, OWN, Case, Record, label
 from benchmarks.processes import grouped, measure
 from benchmarks.suites import PEER_NAMES, SUITES
 
@@ -81,7 +81,7 @@ def add_how(parser: argparse.ArgumentParser) -> None:
 def _method(name: str) -> str:
     if name not in (*PEER_NAMES, BOUND) and not name.startswith(OWN):
         raise argparse.ArgumentTypeError(
-            f"{OURS}POLICY, {GRAPH}POLICY, or one of {', '.join(PEER_NAMES)}"
+            f"POLICY after one of {', '.join(OWN)} or one of {', '.join(PEER_NAMES)}"
         )
     return name
 

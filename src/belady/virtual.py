@@ -25,7 +25,6 @@ from belady.measure.probe import probe
 from belady.measure.stages import Policy, Stage
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
-from belady.planners import POLICIES
 
 if TYPE_CHECKING:
     from belady.graph.roots import Roots
@@ -79,7 +78,8 @@ def virtualize(
     engine
         ``"eager"``: hooks, for any PyTorch code. ``"graph"``: what `torch.compile` can capture of
         the models runs as graphs whose ops are moved and repeated one by one; the rest of them
-        runs as plain PyTorch, unmanaged, and the report says which parts.
+        runs as plain PyTorch, unmanaged, and the report says which parts. ``"inductor"``: the
+        same, with Inductor's kernels between movements; they can change bits.
 
     Returns
     -------
@@ -120,8 +120,7 @@ class VirtualMemory:
     def __init__(self, models: Sequence[torch.nn.Module], limits: Limits) -> None:
         self._limits = limits
         self._budget = limits.budgets()
-        if limits.policy not in POLICIES:
-            raise ValueError(f"unknown policy {limits.policy!r}: one of {', '.join(POLICIES)}")
+        limits.demand_known()
         self.listeners: list[Callable[[IterationStats], None]] = []
         self._tracker = self._engine()
         self._count = 0
@@ -248,12 +247,10 @@ class VirtualMemory:
         engine, policy = self._limits.engine, self._limits.policy
         if engine == "eager":
             return Tracker(self._conductor, self._ended)
-        if engine != "graph":
-            raise ValueError(f"unknown engine {engine!r}: 'eager' or 'graph'")
         if policy in ALWAYS:
             raise ValueError(
                 f"policy {policy!r} puts the ops of backward in another order, which "
-                "engine='graph' does not: use engine='eager'"
+                f"engine={engine!r} does not: use engine='eager'"
             )
         # Not before it is needed: Dynamo takes a second to load.
         from belady.graph.roots import Roots
@@ -265,18 +262,11 @@ class VirtualMemory:
         return self._opened(Conductor(policy, hardware, carrier, self._tracker.roots))
 
     def _session(self, module: torch.nn.Module) -> Session:
-        from belady.graph.session import Session
+        from belady.graph.opening import open_session
 
-        # The models hold what was compiled of them, which holds the session.
-        held = weakref.WeakMethod(self._ended)
-
-        def ended(stage: Stage, sample: Sample) -> None:
-            tell = held()
-            if tell is not None:
-                tell(stage, sample)
-
-        policy, hardware, carrier = self._set_up(module)
-        return self._opened(Session(policy, hardware, carrier, self._tracker.roots, ended))
+        machine, roots = self._set_up(module), self._tracker.roots
+        fused = self._limits.engine == "inductor"
+        return self._opened(open_session(machine, roots, self._ended, fused=fused))
 
     def _opened(self, engine: _Opened) -> _Opened:
         self._undo.callback(engine.close)

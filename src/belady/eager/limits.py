@@ -13,8 +13,11 @@ from belady.ir.plan import Budget
 from belady.ir.trace import Tier
 from belady.measure.stages import Policy
 from belady.measure.static import static_trace
+from belady.planners import POLICIES
 from belady.planners import plan as make_plan
 from belady.units import parse_bytes
+
+ENGINES = ("eager", "graph", "inductor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,21 @@ class Limits:
     policy: str = "auto"
     exact: bool = False
     engine: str = "eager"
+
+    def demand_known(self) -> None:
+        """Refuse names that nobody knows, and what does not go together.
+
+        Raises
+        ------
+        ValueError
+            If there is such a thing.
+        """
+        if self.policy not in POLICIES:
+            raise ValueError(f"unknown policy {self.policy!r}: one of {', '.join(POLICIES)}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"unknown engine {self.engine!r}: one of {', '.join(ENGINES)}")
+        if self.engine == "inductor" and self.exact:
+            raise ValueError("engine='inductor' can change bits, which exact=True forbids")
 
     def budgets(self) -> Budget:
         """Read the budgets in bytes."""

@@ -17,12 +17,22 @@ _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
+class Called:
+    """A call of a step or of ``function`` in its place, and the names of its nodes."""
+
+    step: Step
+    function: Any
+    names: Mapping[fx.Node, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
-    """One statement, the names that it reads and those that it binds."""
+    """One statement, the names that it reads and those that it binds, and what it calls."""
 
     text: str
     reads: tuple[str, ...] = ()
     binds: tuple[str, ...] = ()
+    called: Called | None = None
 
 
 @dataclass
@@ -41,9 +51,15 @@ class Code:
     constants: dict[str, Any] = field(default_factory=dict)
     _named: dict[int, str] = field(default_factory=dict)
 
-    def add(self, text: str, reads: Iterable[str] = (), binds: Iterable[str] = ()) -> None:
+    def add(
+        self,
+        text: str,
+        reads: Iterable[str] = (),
+        binds: Iterable[str] = (),
+        called: Called | None = None,
+    ) -> None:
         """Append a statement."""
-        self.lines.append(Line(text, tuple(reads), tuple(binds)))
+        self.lines.append(Line(text, tuple(reads), tuple(binds), called))
 
     def constant(self, value: Any, hint: str = "c") -> str:
         """A global name for ``value``, the same one for the same object."""
@@ -67,15 +83,17 @@ class Code:
         args = [self._argument(arg, names) for arg in node.args]
         args += [f"{key}={self._argument(arg, names)}" for key, arg in node.kwargs.items()]
         call = f"{self.constant(function or kernel_of(node.target), 'f')}({', '.join(args)})"
+        known = {it: names[it] for it in (*step.inputs, *step.made)}
+        called = Called(step, function or node.target, known)
         if step.several:
             binds = [
                 f"_unused{place}" if it is None else names[it]
                 for place, it in enumerate(step.outputs)
             ]
             targets = "".join(f"{name}, " for name in binds)
-            self.add(f"{targets}= {call}" if binds else call, reads, binds)
+            self.add(f"{targets}= {call}" if binds else call, reads, binds, called)
         else:
-            self.add(f"{names[node]} = {call}", reads, [names[node]])
+            self.add(f"{names[node]} = {call}", reads, [names[node]], called)
 
     def function(self, head: str) -> Callable[..., Any]:
         """Compile ``def {head}`` with these lines; a name is dropped after its last use."""

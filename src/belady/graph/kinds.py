@@ -9,6 +9,7 @@ from belady.graph.capture import Captured
 from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
+from belady.graph.segments import Fuse
 from belady.ir.plan import Offload, Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
@@ -32,7 +33,13 @@ class Force:
 
     @classmethod
     def of(
-        cls, graphs: Sequence[Captured], drawn: Drawn, plan: Plan, *, watched: bool = False
+        cls,
+        graphs: Sequence[Captured],
+        drawn: Drawn,
+        plan: Plan,
+        *,
+        watched: bool = False,
+        fuse: Fuse | None = None,
     ) -> Force:
         """Generate the programs of a plan; one that moves nothing has those of plain PyTorch."""
         orders = orders_of(drawn, plan)
@@ -40,15 +47,16 @@ class Force:
         for graph, order in zip(graphs, orders, strict=True):
             if graph.joint is None:
                 raise RuntimeError("a graph that was not cut cannot be planned")
-            nothing = plan.moves_nothing and not watched
+            nothing, plainly = plan.moves_nothing, not watched and fuse is None
             programs.append(
                 graph.as_saved
-                if nothing
+                if nothing and plainly
                 else program_of(
                     graph.joint,
                     graph.layout,
-                    AS_SAVED if plan.moves_nothing else order,
+                    AS_SAVED if nothing else order,
                     watched=watched,
+                    fuse=fuse,
                 )
             )
         tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}

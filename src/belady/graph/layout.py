@@ -61,6 +61,11 @@ class Layout:
         targets = mutated(written_arguments(node.target), node.args, node.kwargs)
         return [self.storage_of[it] for it in targets if it in self.storage_of]
 
+    def is_here(self, node: fx.Node) -> bool:
+        """Whether a node's tensor lies on the device."""
+        storage = self.storage_of.get(node)
+        return storage is None or self.sizes[storage] > 0
+
     def is_op(self, step: Step) -> bool:
         """Whether a step does work; one that only shows bytes otherwise does not."""
         shown = [node for node in step.made if node in self.storage_of]

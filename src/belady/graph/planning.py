@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
 
+if TYPE_CHECKING:
+    from belady.graph.inductor import Inductor
+
 
 class Planning:
     """Asks the policy.
@@ -32,11 +35,8 @@ class Planning:
     ----------
     modules
         The models whose parameters the graphs take.
-
-    Attributes
-    ----------
-    verification
-        Makes plans, and corrects them.
+    inductor
+        Makes the kernels of planned iterations; None: each op has its own.
     """
 
     def __init__(
@@ -45,13 +45,22 @@ class Planning:
         policy: Policy,
         hardware: HardwareProfile,
         carrier: Carrier,
+        inductor: Inductor | None,
     ) -> None:
+        self._inductor = inductor
         self._modules = modules
         self._policy = policy
         self._hardware = hardware
         self._carrier = carrier
-        self.verification = Verification(policy, hardware)
+        numerics = () if inductor is None else ("inductor",)
+        self._verification = Verification(policy, hardware, numerics)
         self._floors: dict[tuple[Captured, bool], Force] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of plans and kernels, one sentence each."""
+        compiling = [] if self._inductor is None else self._inductor.notes
+        return [*self._verification.notes, *compiling]
 
     def floor(self, graph: Captured, args: Sequence[Any], *, watched: bool) -> Force:
         """How a graph runs that no plan covers: what may move moves.
@@ -92,7 +101,7 @@ class Planning:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        self._put_in_force(kind, drawn, self.verification.first(drawn.trace))
+        self._put_in_force(kind, drawn, self._verification.first(drawn.trace))
 
     def verify(self, kind: Kind) -> None:
         """Keep the plan that was measured, or put another in force; the fastest one stays."""
@@ -102,7 +111,7 @@ class Planning:
         kind.trial = replace(trial, measured=summarize(kind.samples, kind.peak_bytes, ()))
         kind.tried.append(kind.trial)
         kind.stage = Stage.STEADY
-        better = self.verification.better(force.drawn.trace, kind.tried, kind.samples)
+        better = self._verification.better(force.drawn.trace, kind.tried, kind.samples)
         if better is not None:
             trace, other = better
             self._put_in_force(kind, replace(force.drawn, trace=trace), other)
@@ -115,7 +124,9 @@ class Planning:
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
         plan, device = trial.plan, self._carrier.device
         verdict = check(drawn.trace, trial.hardware, plan, plan.budget)
-        kind.trial, kind.force = trial, Force.of(kind.graphs, drawn, plan)
+        fuse = None if self._inductor is None else self._inductor.fuse
+        kind.trial = trial
+        kind.force = Force.of(kind.graphs, drawn, plan, fuse=fuse)
         kind.samples, kind.peak_bytes = [], 0
         kind.stage = Stage.SETTLING
         if device.type == "cpu":

@@ -13,6 +13,7 @@ from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 from belady.graph.orders import AS_SAVED, Act, Orders
 from belady.graph.replays import Replay, function_again, replays_of, running_statistics
+from belady.graph.segments import Fuse, fused
 from belady.memory.geometry import Geometry
 
 
@@ -38,22 +39,29 @@ class Program:
 
 
 def program_of(
-    joint: Joint, layout: Layout, orders: Orders = AS_SAVED, *, watched: bool = False
+    joint: Joint,
+    layout: Layout,
+    orders: Orders = AS_SAVED,
+    *,
+    watched: bool = False,
+    fuse: Fuse | None = None,
 ) -> Program:
-    """Generate the code of a joint graph.
+    """Generate the code of a joint graph; ``fuse`` makes one call of ops between movements.
 
     What crosses from forward to backward is what backward reads of forward, as autograd saves it,
     less what ``orders`` make again, and with what making it again starts from.
     """
-    writer = _Writer(joint, layout, orders, watched)
+    writer = _Writer(joint, layout, orders, watched, fuse)
     return Program(writer.forward(), writer.backward(), writer.checked)
 
 
 class _Writer:
     """Writes both functions; the forward one says what the backward one finds."""
 
-    def __init__(self, joint: Joint, layout: Layout, orders: Orders, watched: bool) -> None:
-        self.joint, self.watched = joint, watched
+    def __init__(
+        self, joint: Joint, layout: Layout, orders: Orders, watched: bool, fuse: Fuse | None
+    ) -> None:
+        self.joint, self.watched, self._fuse = joint, watched, fuse
         self._layout, self._orders = layout, orders
         self._replays = replays_of(joint, layout, orders.replayed)
         self.made_by = {n: step for step in (*joint.forward, *joint.backward) for n in step.made}
@@ -66,8 +74,8 @@ class _Writer:
             else:
                 self._kept.append(node)
         self._held = {storage: nodes for storage, nodes in self._held.items() if nodes}
-        outside = [*joint.primals, *joint.forward_outputs]
-        self._outside = {layout.storage_of.get(node, -1) for node in outside if _is_node(node)}
+        outside = [it for it in (*joint.primals, *joint.forward_outputs) if _is_node(it)]
+        self._outside = {layout.storage_of.get(node, -1) for node in outside}
         self._given_out = {
             layout.storage_of[node]
             for node in joint.forward_outputs
@@ -81,15 +89,12 @@ class _Writer:
 
     def _crossing(self) -> Iterable[fx.Node]:
         """Nodes of forward that backward starts from."""
-        found: dict[fx.Node, None] = {}
-        for node in self.joint.crossing:
-            if self._layout.storage_of.get(node, -1) not in self._replays:
-                found[node] = None
-        for replay in self._replays.values():
-            for node in replay.sources:
-                if self._layout.storage_of.get(node, -1) not in self._replays:
-                    found[node] = None
-        return found
+        sources = (node for replay in self._replays.values() for node in replay.sources)
+        return dict.fromkeys(
+            node
+            for node in (*self.joint.crossing, *sources)
+            if self._layout.storage_of.get(node, -1) not in self._replays
+        )
 
     def forward(self) -> Callable[..., Any]:
         part = _Part(self, self._orders.forward, set())
@@ -122,7 +127,12 @@ class _Writer:
             + [part.names[node] for node in self._kept]
             + self._handles(),
         )
-        return part.code.function("forward(args, contents, watch)")
+        return self._function(part.code, "forward(args, contents, watch)")
+
+    def _function(self, code: Code, head: str) -> Callable[..., Any]:
+        if self._fuse is not None:
+            fused(code, self._layout, self._fuse)
+        return code.function(head)
 
     def _handles(self) -> list[str]:
         names = []
@@ -158,7 +168,7 @@ class _Writer:
         results = [part.result(node) for node in self.joint.backward_outputs]
         part.code.add(f"return [{', '.join(results)}]", [r for r in results if r != "None"])
         self._keep_handles(part)
-        return part.code.function("backward(saved, args, contents, watch)")
+        return self._function(part.code, "backward(saved, args, contents, watch)")
 
     def _keep_handles(self, part: _Part) -> None:
         """Hold each copy in its tier until the last use of the value, as the plan counts it."""

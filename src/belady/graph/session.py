@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from belady.measure.verification import VERIFIED
 from belady.memory.carrier import Carrier
 from belady.simulate.engine import simulate
 
+if TYPE_CHECKING:
+    from belady.graph.inductor import Inductor
+
 _DEVIATIONS = 2
 _OBSERVED = 12
 
@@ -44,6 +47,8 @@ class Session:
         The roots; the list may grow.
     ended
         Called after every iteration with its stage and measurement.
+    inductor
+        Makes the kernels of planned iterations; None: each op has its own.
 
     Attributes
     ----------
@@ -60,12 +65,13 @@ class Session:
         carrier: Carrier,
         modules: Sequence[torch.nn.Module],
         ended: Callable[[Stage, Sample], None],
+        inductor: Inductor | None = None,
     ) -> None:
         self.device = carrier.device
         self.reasons: Counter[str] = Counter()
         self.notes: list[str] = []
         self._modules = modules
-        self._planning = Planning(modules, policy, hardware, carrier)
+        self._planning = Planning(modules, policy, hardware, carrier, inductor)
         self._hardware = hardware
         self._carrier = carrier
         self._ended = ended
@@ -216,7 +222,7 @@ class Session:
             return None
         trace, plan, hardware = kind.force.drawn.trace, kind.force.plan, kind.trial.hardware
         predicted = simulate(trace, hardware, plan)
-        notes = (*self.notes, *self._planning.verification.notes, *self.left_out())
+        notes = (*self.notes, *self._planning.notes, *self.left_out())
         return Run(trace, hardware, plan, predicted, kind.measured, notes, versions)
 
     def left_out(self) -> list[str]:

@@ -44,14 +44,22 @@ class Trial:
 class Verification:
     """Asks a policy for plans, and again where they did not go as predicted.
 
+    Parameters
+    ----------
+    numerics
+        What can change a bit besides the settings of a plan.
+
     Attributes
     ----------
     notes
         What a user should know of corrections, one sentence each.
     """
 
-    def __init__(self, policy: Policy, hardware: HardwareProfile) -> None:
+    def __init__(
+        self, policy: Policy, hardware: HardwareProfile, numerics: tuple[str, ...] = ()
+    ) -> None:
         self.notes: list[str] = []
+        self._numerics = numerics
         self._policy = policy
         self._hardware = hardware
 
@@ -118,6 +126,7 @@ class Verification:
         _log.info("planning %d ops, %d saved values, by %s within %s", *size, name, room)
         begun = perf_counter()
         plan = make_plan(name, trace, hardware, budget, exact=self._policy.exact)
+        plan = replace(plan, numerics=(*plan.numerics, *self._numerics))
         _log.info(
             "planned by %s in %s: %s an iteration are predicted",
             plan.planner,

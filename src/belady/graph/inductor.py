@@ -1,0 +1,81 @@
+"""Segments of a graph as Inductor's kernels; every name of Inductor that is used, on 2.13 and 2.11.
+
+Loaded only where they are asked for: Inductor takes seconds to load, and a C++ compiler or Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+# What is asked of it: nothing is laid out otherwise than it was traced, and nothing is moved whose
+# place the plan has chosen.
+_SETTINGS = {"layout_optimization": False, "reorder_for_peak_memory": False}
+
+Kernel = Callable[[list[Any]], Sequence[Any]]
+
+
+class Inductor:
+    """Compiles segments; what it cannot compile runs op by op.
+
+    Attributes
+    ----------
+    notes
+        What a user should know, one sentence each.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def fuse(self, module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
+        """``module`` as fused kernels; None where there are none."""
+        try:
+            return compiled(module, fakes)
+        except Exception as error:  # a compiler that is missing, a kernel that it cannot make
+            said = str(error).strip().partition("\n")[0]
+            note = f"Inductor could not compile a segment, which runs op by op: {said}"
+            if note not in self.notes:
+                self.notes.append(note)
+            return None
+
+
+def compiled(module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
+    """``module`` as fused kernels, which take their inputs in a list that they empty.
+
+    None where its results would not lie as they were traced, each on bytes of its own.
+    """
+    with config.patch(_SETTINGS):
+        mode = detect_fake_mode(fakes)
+        with mode or torch.no_grad(), torch.no_grad():
+            traced = make_fx(module, decomposition_table=select_decomp_table())(*fakes)
+        (output,) = traced.graph.find_nodes(op="output")
+        results = [node.meta["val"] for node in output.args[0]]
+        (wanted,) = module.graph.find_nodes(op="output")
+        if not _lie_alike(results, [node.meta["val"] for node in wanted.args[0]], fakes):
+            return None
+        output.meta["user_visible_output_idxs"] = list(range(len(results)))
+        kernel: Kernel = compile_fx_inner(traced, list(fakes))
+    return kernel
+
+
+def _lie_alike(
+    results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> bool:
+    taken = {tensor.untyped_storage()._cdata for tensor in inputs}
+    own = {tensor.untyped_storage()._cdata for tensor in results}
+    return (
+        len(own) == len(results)
+        and own.isdisjoint(taken)
+        and all(
+            a.stride() == b.stride() and a.dtype is b.dtype and a.storage_offset() == 0
+            for a, b in zip(results, wanted, strict=True)
+        )
+    )

@@ -1,0 +1,149 @@
+"""Runs of ops between movements, each as one call: fusion stays inside them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from belady.graph import ops
+from belady.graph.code import Called, Code, Line
+from belady.graph.doors import fake_value
+from belady.graph.layout import Layout
+
+# Makes one callable of a graph and of its inputs as tensors without bytes; None: it cannot.
+Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[Any]] | None]
+
+_FEWEST = 2
+
+
+def fused(code: Code, layout: Layout, fuse: Fuse) -> None:
+    """Replace runs of ops in ``code`` by calls of what ``fuse`` makes of them.
+
+    What goes in and out of a run are the results of ops; what only shows their bytes is made again
+    beside it where somebody else needs it, so storages are those of the trace. Inputs go as soon
+    as the run has read them.
+    """
+    lines: list[Line] = []
+    later = _read_later(code.lines)
+    for start, stop in _runs(code.lines, layout):
+        run = code.lines[start:stop]
+        works = [it for it in run if it.called is not None and layout.is_op(it.called.step)]
+        made = _replaced(code, run, layout, later[stop], fuse) if len(works) >= _FEWEST else None
+        lines += run if made is None else made
+    code.lines[:] = lines
+
+
+def _runs(lines: Sequence[Line], layout: Layout) -> Iterator[tuple[int, int]]:
+    """Stretches of lines: those that may be fused, and each other line alone."""
+    start = 0
+    while start < len(lines):
+        stop = start
+        while stop < len(lines) and _fits(lines[stop].called, layout):
+            stop += 1
+        yield start, max(stop, start + 1)
+        start = max(stop, start + 1)
+
+
+def _fits(called: Called | None, layout: Layout) -> bool:
+    """Whether a line calls something that gives the same wherever it stands among others."""
+    if called is None:
+        return False
+    step = called.step
+    known = {node.op for node in step.inputs}
+    return (
+        isinstance(step.node.target, torch._ops.OpOverload)
+        and step.node.target.namespace == "aten"
+        and "get_attr" not in known
+        and not ops.is_random(step)
+        and not layout.writes_to(step)
+        and all(layout.is_here(node) for node in (*step.inputs, *step.made))
+    )
+
+
+def _read_later(lines: Sequence[Line]) -> list[set[str]]:
+    """For each line, the names that it and those after it read."""
+    found: list[set[str]] = [set()]
+    for line in reversed(lines):
+        found.append(found[-1] | set(line.reads))
+    return found[::-1]
+
+
+def _replaced(
+    code: Code, run: Sequence[Line], layout: Layout, later: set[str], fuse: Fuse
+) -> list[Line] | None:
+    """The lines that stand for a run."""
+    wanted, views = set(later), list[Line]()
+    for line in reversed(run):
+        assert line.called is not None
+        if not layout.is_op(line.called.step) and wanted.intersection(line.binds):
+            wanted.update(line.reads)
+            views.append(line)
+    results = [
+        name
+        for line in run
+        if line.called is not None and layout.is_op(line.called.step)
+        for name in line.binds
+        if name in wanted
+    ]
+    if not results:
+        return None
+    module, names, fakes = _graph_of(run, results)
+    kernel = fuse(module, fakes)
+    if kernel is None:
+        return None
+    given, call = f"given{len(code.constants)}", code.constant(kernel, "segment")
+    targets = "".join(name + ", " for name in results)
+    bound = {name for line in run for name in line.binds}
+    # What a line only holds on to goes when the run is over.
+    held = {name for line in run for name in line.reads} - bound - {*names}
+    return [
+        Line(f"{given} = [{', '.join(names)}]", tuple(names), (given,)),
+        Line(f"{targets}= {call}({given})", (given, *sorted(held)), tuple(results)),
+        *reversed(views),
+    ]
+
+
+def _graph_of(
+    run: Sequence[Line], results: Sequence[str]
+) -> tuple[fx.GraphModule, list[str], list[Any]]:
+    """A run as a graph, the names of what it takes, and these as tensors without bytes."""
+    graph, known = fx.Graph(), dict[str, fx.Node]()
+    taken: dict[str, Any] = {}
+    bound: set[str] = set()
+    for line in run:
+        assert line.called is not None
+        for node in line.called.step.inputs:
+            name = line.called.names[node]
+            if name != "None" and name not in bound and name not in taken:
+                taken[name] = fake_value(node)
+                known[name] = graph.placeholder(name)
+                known[name].meta["val"] = taken[name]
+        bound.update(line.binds)
+    for line in run:
+        assert line.called is not None
+        _call(graph, line.called, known)
+    graph.output(tuple(known[name] for name in results))
+    return fx.GraphModule({}, graph), list(taken), list(taken.values())
+
+
+def _call(graph: fx.Graph, called: Called, known: dict[str, fx.Node]) -> None:
+    step, names = called.step, called.names
+
+    def read(node: fx.Node) -> Any:
+        return None if names[node] == "None" else known[names[node]]
+
+    args = fx.map_arg(step.node.args, read)
+    kwargs = fx.map_arg(step.node.kwargs, read)
+    made = graph.call_function(called.function, args, kwargs)
+    if not step.several:
+        made.meta["val"] = fake_value(step.node)
+        known[names[step.node]] = made
+        return
+    for place, node in enumerate(step.outputs):
+        if node is not None:
+            part = known[names[node]] = graph.call_function(operator.getitem, (made, place))
+            part.meta["val"] = fake_value(node)

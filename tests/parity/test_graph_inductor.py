@@ -1,0 +1,142 @@
+"""Inductor's kernels between movements: the numbers of plain PyTorch but for rounding."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor import config
+
+import belady
+import tests.parity.graphs as graphs
+from belady.graph import inductor, program
+from belady.graph.session import Session
+from belady.ir.plan import Plan
+from belady.ir.trace import Trace
+from tests.parity.graphs import PlannedHost, compiled
+from tests.parity.racing import hostile_carrier, random_plan
+from tests.support.models import CNN, Task
+from tests.support.training import Training, plain
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+
+BATCH, WIDTH = 32, 64
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(autouse=True)
+def fresh(cache: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+    # In this process: workers that compile beside it would outlive the test.
+    with config.patch({"compile_threads": 1}):
+        yield
+    torch._dynamo.reset()
+
+
+class Fused(nn.Module):
+    """Views, a tuple, a random op between fused ones, and what backward reads of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH // 2, 10)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)).exp() + x
+        x = self.dropout(x)
+        left, right = torch.nn.functional.layer_norm(x, (WIDTH,)).chunk(2, 1)
+        return self.second(torch.sigmoid(left) * right.relu())
+
+
+def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(size, WIDTH, generator=generator)
+    return x, torch.randint(10, (size,), generator=generator)
+
+
+FUSED = Task("fused", lambda: [Fused()], batch)
+
+
+def at_random(trace: Trace) -> Plan:
+    return random_plan(trace, "threads", 2)
+
+
+def gradients(training: Training) -> list[Tensor]:
+    torch.manual_seed(3)
+    loss = training.loss(0, BATCH)
+    return [loss, *torch.autograd.grad(loss, list(training.models[0].parameters()))]
+
+
+@pytest.mark.slow
+def test_segments_compute_what_plain_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+
+    def fuse(module: fx.GraphModule, fakes: Sequence[Any]) -> Any:
+        kernel = inductor.compiled(module, fakes)
+        assert kernel is not None
+
+        def run(given: list[Any]) -> Any:
+            made = kernel(given)
+            left.append(len(given))
+            return made
+
+        return run
+
+    def programs(*given: Any) -> program.Program:
+        return program.program_of(*given, fuse=fuse)
+
+    monkeypatch.setattr(graphs, "program_of", programs)
+    expected, training = gradients(Training(FUSED)), Training(FUSED)
+    parameters = list(training.models[0].parameters())
+    carrier = hostile_carrier("threads")
+    host = PlannedHost(training.models, carrier, at_random)
+    try:
+        with compiled(training, host):
+            torch.manual_seed(3)
+            loss = training.loss(0, BATCH)
+            found = [loss, *torch.autograd.grad(loss, parameters)]
+    finally:
+        carrier.close()
+    assert host.plans[0].decisions
+    # Nobody but the kernels holds what goes into them.
+    assert left == [0] * len(left) != []
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_it_trains_within_a_budget_and_says_that_bits_can_change() -> None:
+    expected, training = Training(FUSED).run(plain, range(4)), Training(FUSED)
+    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
+        training.run(plain, range(4))
+    run = vm.run()
+    assert run is not None
+    assert run.plan.numerics == ("inductor",)
+    assert run.notes == ()
+    assert "Can change a bit of the result: inductor" in vm.report()
+    torch.testing.assert_close(training.losses, expected.losses, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        list(training.model.parameters()), list(expected.model.parameters()), rtol=1e-2, atol=1e-3
+    )
+
+
+def test_what_inductor_cannot_compile_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no compiler on this machine\nand more")
+
+    monkeypatch.setattr(inductor, "compiled", fails)
+    training = Training(CNN)
+    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
+        training.run(plain, range(4))
+        assert isinstance(vm._tracker.conductor, Session)
+    run = vm.run()
+    assert run is not None
+    (note,) = run.notes
+    assert note.endswith("no compiler on this machine")
