@@ -76,6 +76,16 @@ MACHINES: Mapping[str, Machine] = {
         "11,580 MB usable: Layrub, section 5; 4.29 TFLOP/s, 288 GB/s: NVIDIA's specification; "
         "10.0 GB/s of copies: bandwidthTest published by Microway for a K40m; host: assumed",
     ),
+    "P100": Machine(
+        "Tesla P100-PCIe 16 GB, PCIe 3",
+        9.3e12,
+        732 * _GB,
+        12.7 * _GB,
+        16 * _GIB,
+        256 * _GIB,
+        "12.7 GB/s of copies: 25 GB out in 1.97 s, Capuchin, section 6 (in: 2.60 s); 16 GB, "
+        "9.3 TFLOP/s, 732 GB/s: NVIDIA's specification; host: assumed",
+    ),
     "V100": Machine(
         "Tesla V100-PCIe 16 GB, PCIe 3",
         14e12,

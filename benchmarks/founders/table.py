@@ -6,40 +6,40 @@ from collections.abc import Iterable
 from statistics import median
 
 from benchmarks.cases import OURS, SIMULATED, Record
-from benchmarks.founders.claims import CLAIMS, Claim
+from benchmarks.founders.claims import CLAIMS, Claim, Net
+from benchmarks.founders.details import details, gib, moved, slower
+from benchmarks.founders.machines import MACHINES
 
 _CLAIMS = (
-    "| published | not to be taken for | `auto` there, simulated | `auto` here, measured |\n"
-    "|---|---|---|---|\n"
+    "| published | not to be taken for | time there, simulated | where that comes from "
+    "| `auto` here, measured |\n"
+    f"{'|---' * 5}|\n"
 )
-_DETAILS = (
-    "| machine | network | batch | all kept: peak, average GiB | policy | its memory "
-    "| average GiB | in GiB at least | average GiB |\n"
-    f"{'|---' * 9}|\n"
-)
-# What stands for ours in the first table.
+# What stands for ours beside the policy of each paper.
 _METHOD = OURS + "auto"
+_NOMINAL = "nominal"
 
 
 def table(found: Iterable[Record]) -> str:
-    """Markdown: a section a system, a row a claim; then every simulated plan."""
+    """Markdown: the machines; a section a system, a row a claim; then every simulated plan."""
     known = list(found)
-    parts: list[str] = []
+    plans = [record for record in known if record.get("group") == SIMULATED]
+    machines = (f"| {it.name} | {it.sources} |\n" for it in MACHINES.values())
+    parts = ["| machine | from |\n|---|---|\n" + "".join(machines)]
     for system in dict.fromkeys(claim.system for claim in CLAIMS):
-        rows = [_row(claim, known) for claim in CLAIMS if claim.system == system]
+        rows = [_row(claim, known, plans) for claim in CLAIMS if claim.system == system]
         parts.append(f"**{system}**\n\n{_CLAIMS}{''.join(rows)}")
-    details = "".join(_details(known))
-    if details:
-        parts.append(f"**Every policy, simulated**\n\n{_DETAILS}{details}")
-    return "\n".join(parts)
+    return "\n".join([*parts, *details(plans)])
 
 
-def _row(claim: Claim, known: list[Record]) -> str:
+def _row(claim: Claim, known: list[Record], plans: list[Record]) -> str:
+    of = [_of(claim.machine, net, plans) for net in claim.nets]
     cells = (
         f"{claim.published} [{claim.source}]",
         claim.trap,
-        _joined(claim, [_simulated(claim.machine, net, known) for net in claim.nets]),
-        _joined(claim, [_measured(net[0], known) for net in claim.nets]),
+        _joined(claim, [_simulated(claim, found) for found in of]),
+        _joined(claim, list(map(_why, [claim] * len(of), claim.nets, of))),
+        _joined(claim, [_measured(net.workload, known) for net in claim.nets]),
     )
     return f"| {' | '.join(cells)} |\n"
 
@@ -47,59 +47,63 @@ def _row(claim: Claim, known: list[Record]) -> str:
 def _joined(claim: Claim, texts: list[str]) -> str:
     if len(texts) > 1:
         named = zip(claim.nets, texts, strict=True)
-        texts = [f"{net}: {text}" for (net, _), text in named]
+        texts = [f"{net.workload}, {net.batch}: {text}" for net, text in named]
     return "<br>".join(texts) or "–"
 
 
-def _simulated(machine: str, net: tuple[str, int], known: list[Record]) -> str:
-    of = _of(machine, net, known)
+def _of(machine: str, net: Net, plans: list[Record]) -> list[Record]:
+    name = machine, net.workload, net.batch
+    return [r for r in plans if (r["machine"], r["workload"], r["batch"]) == name]
+
+
+def _simulated(claim: Claim, of: list[Record]) -> str:
+    """The paper's policy and the default one, in each budget."""
     if not of:
         return "not simulated"
     if of[0]["outcome"] == "absent":
         return f"absent: {of[0]['error']}"
-    texts = [f"{_plan(r)} in {_gib(r['budget_bytes'])} GiB" for r in of if r["method"] == _METHOD]
-    return f"{', '.join(texts)}; all kept {_gib(of[0]['baseline_peak_bytes'])} GiB"
+    texts = []
+    for method in dict.fromkeys((OURS + claim.policy, _METHOD)):
+        same = [r for r in of if r["method"] == method and r["speed"] == _NOMINAL]
+        budgets = ", ".join(f"{slower(r, of)} in {gib(r['budget_bytes'])}" for r in same)
+        texts.append(f"`{method.removeprefix(OURS)}` {budgets} GiB")
+    return "; ".join(texts)
 
 
-def _of(machine: str, net: tuple[str, int], known: list[Record]) -> list[Record]:
-    return [
-        record
-        for record in known
-        if record.get("group") == SIMULATED
-        and (record["machine"], record["workload"], record["batch"]) == (machine, *net)
-    ]
+def _why(claim: Claim, net: Net, of: list[Record]) -> str:
+    """What the plan of the paper's policy needs and moves, from the simulation alone."""
+    same = {
+        r["budget"]: r
+        for r in of
+        if r["method"] == OURS + claim.policy and r["speed"] == _NOMINAL
+        if r["outcome"] == "simulated"
+    }
+    if not same:
+        return ""
+    shown = same.get("paper") or same.get("machine") or same["smallest"]
+    return f"{_memory(same['smallest'], shown)}; {_copies(claim, net, shown)}"
 
 
-def _details(known: list[Record]) -> Iterable[str]:
-    """A row for each policy: in the machine's memory, and in the smallest budget it states."""
-    plans: dict[tuple[str, str, int, str], dict[str, Record]] = {}
-    for record in known:
-        if record.get("group") == SIMULATED and record["outcome"] != "absent":
-            name = (record["machine"], record["workload"], record["batch"], record["method"])
-            plans.setdefault(name, {})[record["budget"]] = record
-    for (machine, net, batch, method), by_budget in plans.items():
-        given, least = by_budget["machine"], by_budget["smallest"]
-        kept = f"{_gib(given['baseline_peak_bytes'])}, {_gib(given['baseline_average_bytes'])}"
-        cells = (
-            machine,
-            net,
-            str(batch),
-            kept,
-            method.removeprefix(OURS),
-            _plan(given),
-            _gib(given.get("average_bytes")),
-            f"{_plan(least)} in {_gib(least['budget_bytes'])}",
-            _gib(least.get("average_bytes")),
-        )
-        yield f"| {' | '.join(cells)} |\n"
+def _memory(least: Record, shown: Record) -> str:
+    return (
+        f"of {gib(least['peak_bytes'])} GiB at the peak {gib(least['persistent_bytes'])} hold "
+        f"parameters, gradients and momentum, and {least['peak_op']} uses "
+        f"{gib(least['peak_op_bytes'])}; {gib(shown['average_bytes'])} of "
+        f"{gib(shown['baseline_average_bytes'])} on average"
+    )
 
 
-def _plan(record: Record) -> str:
-    """How much slower than with everything kept."""
-    if record["outcome"] != "simulated":
-        return "does not fit"
-    slower = record["simulated_seconds"] / record["oracle_seconds"] - 1
-    return f"{slower:+.1%} time"
+def _copies(claim: Claim, net: Net, shown: Record) -> str:
+    kernels = f"{shown['oracle_seconds']:.2f} s of kernels at nominal rates"
+    if net.seconds:
+        kernels += f", for which the paper took {net.seconds:.2f}"
+    out, back = moved(shown)
+    if not out:
+        return f"nothing moves beside {kernels}"
+    seconds = max(out, back) / MACHINES[claim.machine].link_bytes_per_s
+    return (
+        f"{gib(out)} GiB go and {gib(back)} come back, {seconds:.2f} s each way, beside {kernels}"
+    )
 
 
 def _measured(net: str, known: list[Record]) -> str:
@@ -118,7 +122,7 @@ def _measured(net: str, known: list[Record]) -> str:
         slower = _seconds(same) / _seconds(plain) - 1
         texts.append(
             f"{same[0]['device_name']}, {setting[0]}, budget {budget}: {slower:+.1%} time, peak "
-            f"{_gib(same[0]['peak_allocated_bytes'])} of {_gib(plain[0]['peak_allocated_bytes'])} "
+            f"{gib(same[0]['peak_allocated_bytes'])} of {gib(plain[0]['peak_allocated_bytes'])} "
             "GiB"
         )
     return "; ".join(texts) or "not measured beside plain"
@@ -132,7 +136,3 @@ def _plain_name(record: Record) -> str:
 
 def _seconds(same: list[Record]) -> float:
     return median(record["median_seconds"] for record in same)
-
-
-def _gib(nbytes: int | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 2**30:.2f}"

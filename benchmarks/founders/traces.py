@@ -5,7 +5,9 @@ without bytes. Seconds are a roofline of the machine's nominal rates: an op take
 
 - its floating-point operations over the machine's rate (convolutions and matrix products, by the
   formulas in ``torch.utils.flop_counter``), and
-- the bytes of all storages that it reads or writes, each once, over the rate of device memory.
+- the bytes of all storages that it reads and of all that it writes, over the rate of device memory.
+
+Ops that write nothing are views and take no time.
 
 The host takes no time. No kernel of these machines reached its nominal rate, so that real
 iterations were longer, and copies easier to hide, than here: slowdowns come out too large rather
@@ -14,6 +16,7 @@ than too small. No op has a workspace, and none has alternative algorithms.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from belady.ir.trace import Op, Trace
-from belady.measure.static import static_trace
+from belady.measure.batch import static_trace_with_batch
 from benchmarks.founders.machines import Machine
 from benchmarks.workloads import Workload
 
@@ -71,7 +74,7 @@ def observed_on(machine: Machine, trace: Trace, counted: list[tuple[str, int]]) 
     ops = []
     for op in trace.ops:
         work = next(left)[1] if op.name in names else 0
-        by_bytes = _bytes(trace, op) / machine.bytes_per_s
+        by_bytes = _traffic(trace, op) / machine.bytes_per_s if op.writes else 0.0
         seconds = max(work / machine.flops_per_s, by_bytes)
         ops.append(replace(op, device_seconds=seconds, host_seconds=0.0, workspace_bytes=0))
     storages = tuple(
@@ -80,13 +83,28 @@ def observed_on(machine: Machine, trace: Trace, counted: list[tuple[str, int]]) 
     return replace(trace, device="cuda", ops=tuple(ops), storages=storages)
 
 
-def _bytes(trace: Trace, op: Op) -> int:
-    touched = {trace.values[value].storage for value in (*op.reads, *op.writes)}
-    return sum(trace.storages[storage].nbytes for storage in touched)
+def slowed(trace: Trace, factor: float) -> Trace:
+    """The trace on a machine on which every op takes so many times as long."""
+    ops = (replace(op, device_seconds=op.device_seconds * factor) for op in trace.ops)
+    return replace(trace, ops=tuple(ops))
+
+
+def touched_bytes(trace: Trace, op: Op) -> int:
+    """Bytes of all storages that the op reads or writes, each once: what it needs at once."""
+    return _bytes(trace, (*op.reads, *op.writes))
+
+
+def _traffic(trace: Trace, op: Op) -> int:
+    return _bytes(trace, op.reads) + _bytes(trace, op.writes)
+
+
+def _bytes(trace: Trace, values: Iterable[int]) -> int:
+    storages = {trace.values[value].storage for value in values}
+    return sum(trace.storages[storage].nbytes for storage in storages)
 
 
 def static(work: Workload) -> Trace:
     """One iteration without seconds, with the momentum that SGD keeps."""
     arguments, _ = next(work.batches)
     device = torch.device(work.setting.device)
-    return static_trace(work.model, (arguments, {}), device, _MOMENTUM_COPIES)
+    return static_trace_with_batch(work.model, (arguments, {}), device, _MOMENTUM_COPIES)

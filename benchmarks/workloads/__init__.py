@@ -30,6 +30,7 @@ WORKLOADS: Mapping[str, Recipe] = {
     "vgg416": Recipe(vgg, toy_vgg, {"depth": 416, "batch": 32}),
     "resnet50": Recipe(resnet, toy_resnet),
     "resnet152": Recipe(resnet, toy_resnet, {"depth": 152, "batch": 128}),
+    "resnet1001": Recipe(resnet, toy_resnet, {"depth": 1001, "batch": 32}),
     "resnet1517": Recipe(resnet, toy_resnet, {"depth": 1517, "batch": 32}),
     "vit": Recipe(vit, toy_vit),
     "gpt2": Recipe(gpt2, toy_llama),

@@ -1,0 +1,130 @@
+"""The founders' claims, their machines, and what is simulated on them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from belady.ir.legality import check
+from belady.ir.plan import Budget
+from belady.planners import POLICIES, plan
+from belady.planners.tvdnn_greedy import TVDNN_GREEDY
+from belady.units import parse_bytes
+from benchmarks import records
+from benchmarks.founders import simulated, verb
+from benchmarks.founders.claims import CLAIMS, Net
+from benchmarks.founders.iterations import ORDERED, PLAIN, Iteration
+from benchmarks.founders.machines import MACHINES
+from benchmarks.founders.simulated import FOUNDERS, _planned, wanted
+from benchmarks.founders.table import table
+from benchmarks.founders.traces import flops, observed_on, slowed, static
+from benchmarks.workloads import WORKLOADS
+from tests.benchmarks.test_workloads import toy
+
+ALEXNET = Net("alexnet", 128)
+
+
+@pytest.fixture(scope="module")
+def alexnet() -> Iteration:
+    return Iteration("Titan X", ALEXNET)
+
+
+def test_claims_name_what_is_there() -> None:
+    for claim in CLAIMS:
+        assert not claim.nets or claim.machine in MACHINES
+        assert claim.policy in FOUNDERS
+        for net in claim.nets:
+            assert net.workload in WORKLOADS
+            memory = MACHINES[claim.machine].device_bytes
+            assert not net.memory or parse_bytes(net.memory) < memory
+    assert set(FOUNDERS) <= set(POLICIES)
+
+
+def test_every_plan_has_a_name_of_its_own() -> None:
+    names = [verb._key(name) for it in verb.experiments() for name in wanted(*it)]
+    assert len(set(names)) == len(names) > 500
+
+
+@pytest.mark.parametrize("name", ["vgg19", "resnet50", "googlenet"])
+def test_a_trace_of_another_machine_is_a_trace(name: str) -> None:
+    machine = MACHINES["Titan X"]
+    work = toy(name)
+    trace = observed_on(machine, static(work), flops(work))
+    hardware = machine.profile()
+    budget = Budget(machine.device_bytes)
+    made = plan("auto", trace, hardware, budget)
+    assert check(trace, hardware, made, budget).problems == ()
+    assert all(op.device_seconds >= 0 for op in trace.ops)
+    assert sum(op.device_seconds for op in trace.ops) > 0
+
+
+def test_twice_the_rate_is_at_most_twice_as_fast() -> None:
+    work = toy("vgg19")
+    trace, counted = static(work), flops(work)
+    slow, fast = (
+        sum(op.device_seconds for op in observed_on(MACHINES[name], trace, counted).ops)
+        for name in ("Titan X", "V100")
+    )
+    assert fast < slow < fast * 336 / 900 * 10
+
+
+def test_views_take_no_time_and_bytes_count_on_both_sides(alexnet: Iteration) -> None:
+    trace = alexnet.plain.trace
+    views = [op for op in trace.ops if not op.writes]
+    assert views
+    assert {op.device_seconds for op in views} == {0.0}
+    relu = next(op for op in trace.ops if op.name == "aten.relu_.default")
+    (nbytes,) = (trace.storages[trace.values[value].storage].nbytes for value in relu.reads)
+    assert relu.device_seconds == pytest.approx(2 * nbytes / MACHINES["Titan X"].bytes_per_s)
+
+
+def test_a_slower_machine_does_the_same(alexnet: Iteration) -> None:
+    fast = alexnet.plain.trace
+    slow = slowed(fast, 3.0)
+    seconds = [sum(op.device_seconds for op in trace.ops) for trace in (fast, slow)]
+    assert seconds[1] == pytest.approx(3 * seconds[0])
+    assert slow.values == fast.values
+
+
+def test_policies_run_as_the_engine_would_have_them(alexnet: Iteration) -> None:
+    ways = {name: [way.how for way in alexnet.ways(name, None)] for name in FOUNDERS}
+    assert ways["layrub_hybrid"] == ways["layrub_intra"] == [ORDERED]
+    assert ways["auto"] == [PLAIN, ORDERED]
+    assert ways["vdnn_all"] == ways["layrub_inter"] == ways["tvdnn_ilp"] == [PLAIN]
+    assert alexnet.plain.trace.fingerprint != alexnet.ordered.trace.fingerprint
+
+
+def test_slices_fit_where_whole_modules_do_not() -> None:
+    it = Iteration("Titan X", Net("vgg16", 32))
+    whole = _planned(it, TVDNN_GREEDY, None)
+    found = _planned(it, TVDNN_GREEDY, int(whole["budget_bytes"] * 0.9))
+    assert (whole["outcome"], found["outcome"]) == ("simulated", "simulated")
+    assert found["peak_bytes"] <= found["budget_bytes"] < whole["peak_bytes"]
+    assert "slices" in found["way"]
+    assert _planned(it, POLICIES["vdnn_all"], found["budget_bytes"])["outcome"] == "infeasible"
+
+
+def test_what_is_there_is_not_simulated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = Net("alexnet", 128, "0.9GB", seconds=1.0)
+    monkeypatch.setattr(simulated, "FOUNDERS", ("vdnn_all", "layrub_hybrid", "auto"))
+    monkeypatch.setattr(verb, "experiments", lambda: iter([("Titan X", net)]))
+    out = tmp_path / "out.jsonl"
+    chosen = Namespace(out=out, workload=None, machine=["Titan X"], limit_s=0, ilp_limit_s=1)
+    verb.run(chosen)
+    assert len(records.read(out)) == 1
+    assert "goes on from here" in capsys.readouterr().out
+    chosen.limit_s = 60
+    verb.run(chosen)
+    verb.run(chosen)
+    found = records.read(out)
+    assert [verb._key(r) for r in found] == [verb._key(name) for name in wanted("Titan X", net)]
+    printed = [r for r in found if r["speed"] == "printed"]
+    assert all(r["oracle_seconds"] == pytest.approx(1.0) for r in printed)
+    shown = table(found)
+    assert "**alexnet, batch 128, Titan X**" in shown
+    assert "| vdnn_all |" in shown
+    assert "does not fit" in shown
