@@ -44,5 +44,5 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         plans.append(Plan(trace.fingerprint, "replays/1", Budget(1 << 30), made))
         return plans[-1]
 
-    monkeypatch.setattr("belady.eager.kinds.make_plan", everything)
+    monkeypatch.setattr("belady.measure.verification.make_plan", everything)
     return plans

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from belady.eager.corrections import with_gap_of, with_host_of
 from belady.eager.key import Key
 from belady.eager.planned import Planned
 from belady.eager.replay import Recipes
-from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
-from belady.ir.plan import Plan
-from belady.ir.timeline import Measured
 from belady.ir.trace import Trace
 from belady.measure.calls import compiled_anything
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Policy, Stage
-from belady.memory.cap import set_aside
+from belady.measure.verification import VERIFIED, Trial, Verification, best
+from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
-from belady.planners import plan as make_plan
-from belady.units import format_bytes, format_seconds
-
-_log = logging.getLogger("belady")
-
-# Iterations measured under a new plan, after one that only settles the allocator.
-_VERIFIED = 2
-_REPLANS = 3
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A plan, the machine as it was taken to be, and what was measured under it."""
-
-    plan: Plan
-    hardware: HardwareProfile
-    measured: Measured | None = None
 
 
 @dataclass
@@ -118,7 +96,8 @@ class Planning:
         fallback: Callable[[torch.Tensor], Any],
     ) -> None:
         self.policy = policy
-        self.notes: list[str] = []
+        self._verification = Verification(policy, hardware)
+        self.notes = self._verification.notes
         self._replays = True
         self._hardware = hardware
         self._carrier = carrier
@@ -151,7 +130,7 @@ class Planning:
             If no plan of the policy fits.
         """
         kind.trace, kind.recipes = trace, recipes
-        self._put_in_force(kind, trace, self._first(kind, trace))
+        self._put_in_force(kind, trace, self._verification.first(trace, *kind.numerics))
 
     def iteration_ended(self, kind: Kind, sample: Sample, peak_bytes: int) -> None:
         """An iteration under the plan ended; ``peak_bytes`` is 0 unless it was watched."""
@@ -160,16 +139,11 @@ class Planning:
             kind.stage = Stage.VERIFYING
         elif kind.stage is Stage.VERIFYING:
             kind.samples.append(sample)
-            if len(kind.samples) == _VERIFIED:
+            if len(kind.samples) == VERIFIED:
                 self._verify(kind)
 
     def _verify(self, kind: Kind) -> None:
-        """Keep the plan, or try one that leaves the allocator more room.
-
-        Memory is exact in bytes allocated. What the allocator reserves beyond them depends on how
-        blocks fit; where that is more than the margin it flushes its cache, which costs time. Of
-        the plans tried that do not flush it, the one measured fastest stays.
-        """
+        """Keep the plan, or put another in force."""
         if kind.current is None or kind.trace is None:
             return
         defaults = kind.engine.defaults if kind.engine is not None else {}
@@ -177,75 +151,16 @@ class Planning:
         kind.current = replace(kind.current, measured=measured)
         kind.tried.append(kind.current)
         kind.stage = Stage.STEADY
-        better = None
-        if len(kind.tried) <= _REPLANS:
-            better = self._better(kind, kind.trace, kind.current, measured)
+        kind.trace, better = self._verification.better(
+            kind.trace, kind.tried, kind.samples, *kind.numerics
+        )
         if better is not None:
             self._put_in_force(kind, kind.trace, better)
             return
-        fastest = min(kind.tried, key=_preference)
-        if fastest is not kind.current:
-            self._put_in_force(kind, kind.trace, fastest)
+        chosen = best(kind.tried)
+        if chosen is not kind.current:
+            self._put_in_force(kind, kind.trace, chosen)
             kind.stage = Stage.STEADY
-
-    def _better(self, kind: Kind, trace: Trace, trial: Trial, measured: Measured) -> Trial | None:
-        """The policy's plan with what was learned; None when that is the same plan."""
-        corrected = with_host_of(trace, trial.plan, trial.hardware, kind.samples)
-        allocator = with_gap_of(trace, trial.plan, trial.hardware.allocator, measured)
-        if corrected is None and allocator is None:
-            return None
-        if corrected is not None:
-            trace = kind.trace = corrected
-        hardware = trial.hardware
-        if allocator is not None:
-            hardware = replace(hardware, allocator=allocator)
-        try:
-            plan = self._make(kind, trace, hardware)
-        except InfeasibleBudgetError:
-            return None
-        if plan.decisions == trial.plan.decisions:
-            return None
-        if measured.allocation_retries:
-            self.notes.append(
-                f"under a margin of {trial.hardware.allocator.margin_fraction:.0%} the allocator "
-                f"had to flush its cache: tried {hardware.allocator.margin_fraction:.0%}"
-            )
-        return Trial(plan, hardware)
-
-    def _first(self, kind: Kind, trace: Trace) -> Trial:
-        try:
-            return Trial(self._make(kind, trace, self._hardware), self._hardware)
-        except InfeasibleBudgetError as error:
-            if self.policy.name != "auto":
-                raise
-            # The floor has just run within the cap, so it can go on without the stated margin.
-            bare = replace(self._hardware.allocator, margin_fraction=0.0, margin_bytes=0)
-            hardware = replace(self._hardware, allocator=bare)
-            try:
-                plan = self._make(kind, trace, hardware, "floor")
-            except InfeasibleBudgetError:
-                raise error from None
-            self.notes.append(f"the budget leaves no margin: {error}")
-            return Trial(plan, hardware)
-
-    def _make(
-        self, kind: Kind, trace: Trace, hardware: HardwareProfile, name: str | None = None
-    ) -> Plan:
-        policy = self.policy
-        name = name or policy.name
-        # A trace of many ops takes seconds to plan, in which the script says nothing.
-        size, room = (len(trace.ops), len(trace.saved)), format_bytes(policy.budget.device_bytes)
-        _log.info("planning %d ops, %d saved values, by %s within %s", *size, name, room)
-        begun = perf_counter()
-        plan = make_plan(name, trace, hardware, policy.budget, exact=policy.exact)
-        plan = replace(plan, numerics=(*plan.numerics, *kind.numerics))
-        _log.info(
-            "planned by %s in %s: %s an iteration are predicted",
-            plan.planner,
-            format_seconds(perf_counter() - begun),
-            format_seconds(plan.predicted_seconds),
-        )
-        return plan
 
     def _put_in_force(self, kind: Kind, trace: Trace, trial: Trial) -> None:
         verdict = check(trace, trial.hardware, trial.plan, trial.plan.budget)
@@ -258,15 +173,6 @@ class Planning:
             )
         kind.samples, kind.peak_bytes = [], 0
         kind.stage = Stage.SETTLING
-        if self._carrier.device.type == "cuda":
-            # Blocks cut for the plan before would fragment this one's memory.
-            torch.cuda.empty_cache()
-            if kind.engine is not None:
-                share = 1 + trial.hardware.allocator.margin_fraction
-                set_aside(self._carrier.device, int(verdict.peak_bytes * share))
-
-
-def _preference(trial: Trial) -> tuple[bool, float]:
-    """Plans under which the allocator had room come first, then the faster ones."""
-    measured = trial.measured
-    return (bool(measured.allocation_retries), measured.seconds) if measured else (True, 0.0)
+        share = 1 + trial.hardware.allocator.margin_fraction
+        needed = int(verdict.peak_bytes * share) if kind.engine is not None else 0
+        make_room(self._carrier.device, needed)

@@ -19,7 +19,7 @@ from belady.ir.legality import check
 from belady.ir.plan import Plan
 from belady.measure.monitor import summarize
 from belady.measure.stages import Policy, Stage
-from belady.measure.verification import Trial, Verification, fastest
+from belady.measure.verification import Trial, Verification, best
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
@@ -52,8 +52,8 @@ class Planning:
         self._policy = policy
         self._hardware = hardware
         self._carrier = carrier
-        numerics = () if inductor is None else ("inductor",)
-        self._verification = Verification(policy, hardware, numerics)
+        self._numerics = () if inductor is None else ("inductor",)
+        self._verification = Verification(policy, hardware)
         self._floors: dict[tuple[Captured, bool], Force] = {}
 
     @property
@@ -101,24 +101,26 @@ class Planning:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        self._put_in_force(kind, drawn, self._verification.first(drawn.trace))
+        self._put_in_force(kind, drawn, self._verification.first(drawn.trace, *self._numerics))
 
     def verify(self, kind: Kind) -> None:
-        """Keep the plan that was measured, or put another in force; the fastest one stays."""
+        """Keep the plan that was measured, or put another in force."""
         trial, force = kind.trial, kind.force
         if trial is None or force is None:
             return
         kind.trial = replace(trial, measured=summarize(kind.samples, kind.peak_bytes, ()))
         kind.tried.append(kind.trial)
         kind.stage = Stage.STEADY
-        better = self._verification.better(force.drawn.trace, kind.tried, kind.samples)
+        trace, samples = force.drawn.trace, kind.samples
+        trace, better = self._verification.better(trace, kind.tried, samples, *self._numerics)
+        drawn = replace(force.drawn, trace=trace)
+        kind.force = replace(force, drawn=drawn)
         if better is not None:
-            trace, other = better
-            self._put_in_force(kind, replace(force.drawn, trace=trace), other)
+            self._put_in_force(kind, drawn, better)
             return
-        best = fastest(kind.tried)
-        if best is not kind.trial:
-            self._put_in_force(kind, force.drawn, best)
+        chosen = best(kind.tried)
+        if chosen is not kind.trial:
+            self._put_in_force(kind, drawn, chosen)
             kind.stage, kind.counting = Stage.STEADY, None
 
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:

@@ -11,7 +11,8 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
-from belady.ir.trace import Phase, Tier, Trace
+from belady.ir.trace import Tier, Trace
+from belady.measure.corrections import with_gap_of, with_host_of, with_peak_of
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.planners import plan as make_plan
@@ -21,8 +22,7 @@ _log = logging.getLogger("belady")
 
 # Iterations measured under a new plan, after one that only settles the allocator.
 VERIFIED = 2
-REPLANS = 3
-_HOST_AGREES = 0.95
+_REPLANS = 3
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,24 @@ class Trial:
 class Verification:
     """Asks a policy for plans, and again where they did not go as predicted.
 
-    Parameters
-    ----------
-    numerics
-        What can change a bit besides the settings of a plan.
-
     Attributes
     ----------
     notes
         What a user should know of corrections, one sentence each.
     """
 
-    def __init__(
-        self, policy: Policy, hardware: HardwareProfile, numerics: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, policy: Policy, hardware: HardwareProfile) -> None:
         self.notes: list[str] = []
-        self._numerics = numerics
         self._policy = policy
         self._hardware = hardware
 
-    def first(self, trace: Trace) -> Trial:
+    def first(self, trace: Trace, *numerics: str) -> Trial:
         """The plan to begin with.
+
+        Parameters
+        ----------
+        numerics
+            What can change a bit besides the settings of the plan.
 
         Raises
         ------
@@ -73,7 +70,7 @@ class Verification:
         """
         hardware = self._hardware
         try:
-            return Trial(self._plan(self._policy.name, trace, hardware), hardware)
+            return Trial(self._plan(self._policy.name, trace, hardware, numerics), hardware)
         except InfeasibleBudgetError as error:
             if self._policy.name != "auto":
                 raise
@@ -81,15 +78,15 @@ class Verification:
             bare = replace(hardware.allocator, margin_fraction=0.0, margin_bytes=0)
             hardware = replace(hardware, allocator=bare)
             try:
-                plan = self._plan("floor", trace, hardware)
+                plan = self._plan("floor", trace, hardware, numerics)
             except InfeasibleBudgetError:
                 raise error from None
             self.notes.append(f"the budget leaves no margin: {error}")
             return Trial(plan, hardware)
 
     def better(
-        self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample]
-    ) -> tuple[Trace, Trial] | None:
+        self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample], *numerics: str
+    ) -> tuple[Trace, Trial | None]:
         """The trace as it is now known, and the policy's plan for it; None if the last one stays.
 
         Memory is exact in bytes allocated. What the allocator reserves beyond them depends on how
@@ -101,32 +98,41 @@ class Verification:
             Plans that were measured, at least one.
         samples
             Of the iterations under the last of them.
+        numerics
+            As in `first`.
         """
         last = tried[-1]
-        if last.measured is None or len(tried) > REPLANS:
-            return None
-        corrected = with_host_of(trace, samples)
-        hardware, why = _with_more_room(last, last.measured)
-        if corrected is None and not why:
-            return None
+        plan, hardware, measured = last.plan, last.hardware, last.measured
+        if measured is None or len(tried) > _REPLANS:
+            return trace, None
+        corrected = with_host_of(trace, plan, hardware, samples)
+        gap = with_gap_of(trace, plan, hardware.allocator, measured)
+        peak = with_peak_of(plan, gap or hardware.allocator, measured)
+        allocator = peak or gap
+        if corrected is None and allocator is None:
+            return trace, None
         trace = corrected or trace
+        if allocator is not None:
+            hardware = replace(hardware, allocator=allocator)
         try:
-            plan = self._plan(self._policy.name, trace, hardware)
+            made = self._plan(self._policy.name, trace, hardware, numerics)
         except InfeasibleBudgetError:
-            return None
-        if plan.decisions == last.plan.decisions:
-            return None
-        self.notes += why
-        return trace, Trial(plan, hardware)
+            return trace, None
+        if made.decisions == plan.decisions:
+            return trace, None
+        self.notes += _why(last, measured, hardware, higher=peak is not None)
+        return trace, Trial(made, hardware)
 
-    def _plan(self, name: str, trace: Trace, hardware: HardwareProfile) -> Plan:
+    def _plan(
+        self, name: str, trace: Trace, hardware: HardwareProfile, numerics: tuple[str, ...]
+    ) -> Plan:
         # A trace of many ops takes seconds to plan, in which the script says nothing.
         budget = self._policy.budget
         size, room = (len(trace.ops), len(trace.saved)), format_bytes(budget.device_bytes)
         _log.info("planning %d ops, %d saved values, by %s within %s", *size, name, room)
         begun = perf_counter()
         plan = make_plan(name, trace, hardware, budget, exact=self._policy.exact)
-        plan = replace(plan, numerics=(*plan.numerics, *self._numerics))
+        plan = replace(plan, numerics=(*plan.numerics, *numerics))
         _log.info(
             "planned by %s in %s: %s an iteration are predicted",
             plan.planner,
@@ -136,49 +142,30 @@ class Verification:
         return plan
 
 
-def fastest(tried: Sequence[Trial]) -> Trial:
-    """Of the plans that kept to the budget, or of all if none did, the one measured fastest."""
-    return min(
-        tried,
-        key=lambda trial: (not trial.keeps(), trial.measured.seconds if trial.measured else 0),
-    )
+def best(tried: Sequence[Trial]) -> Trial:
+    """Of plans that kept to the budget, then under which the allocator had room, the fastest."""
+
+    def preference(trial: Trial) -> tuple[bool, bool, float]:
+        measured = trial.measured
+        if measured is None:
+            return True, True, 0.0
+        return not trial.keeps(), bool(measured.allocation_retries), measured.seconds
+
+    return min(tried, key=preference)
 
 
-def with_host_of(trace: Trace, samples: Sequence[Sample]) -> Trace | None:
-    """The trace with host seconds as unobserved iterations show them; None if they agree.
-
-    Watching slows the host down, so the seconds of an observed iteration are upper bounds. What
-    the host spent in the roots of an iteration that nobody watched is another: in a busy launch
-    queue it contains waiting for the device. The smaller one holds.
-    """
-    if trace.device == "cpu":
-        # The host runs the ops itself: its own share was measured apart.
-        return None
-    spent = min(sample.host_seconds for sample in samples)
-    watched = sum(op.host_seconds for op in trace.ops if op.phase is Phase.FORWARD)
-    if not 0 < spent < _HOST_AGREES * watched:
-        return None
-    share = spent / watched
-    ops = tuple(replace(op, host_seconds=op.host_seconds * share) for op in trace.ops)
-    return replace(trace, ops=ops)
-
-
-def _with_more_room(trial: Trial, measured: Measured) -> tuple[HardwareProfile, list[str]]:
-    """The machine with a margin for what was seen, and why it is another one."""
-    allocator, why = trial.hardware.allocator, []
+def _why(last: Trial, measured: Measured, hardware: HardwareProfile, *, higher: bool) -> list[str]:
+    """What is said of another margin."""
+    found = []
     if measured.allocation_retries:
-        before, fraction = allocator.margin_fraction, allocator.margin_fraction * 1.5 + 0.02
-        allocator = replace(allocator, margin_fraction=fraction)
-        why.append(
-            f"under a margin of {before:.0%} the allocator had to flush its cache: tried "
-            f"{fraction:.0%}"
+        found.append(
+            f"under a margin of {last.hardware.allocator.margin_fraction:.0%} the allocator "
+            f"had to flush its cache: tried {hardware.allocator.margin_fraction:.0%}"
         )
-    peak, predicted = measured.peak(Tier.DEVICE), trial.plan.predicted_peak_bytes
-    budget = trial.plan.budget.device_bytes
-    if peak > predicted and trial.hardware.allocator.budget_for(peak) > budget:
-        allocator = replace(allocator, margin_bytes=allocator.margin_bytes + peak - predicted)
-        why.append(
-            f"a peak of {format_bytes(peak)} was measured and {format_bytes(predicted)} were "
-            "predicted: tried with a margin larger by the difference"
+    if higher:
+        found.append(
+            f"a peak of {format_bytes(measured.peak(Tier.DEVICE))} was measured and "
+            f"{format_bytes(last.plan.predicted_peak_bytes)} were predicted: tried with a margin "
+            "larger by the difference"
         )
-    return replace(trial.hardware, allocator=allocator), why
+    return found

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from belady.eager.corrections import with_gap_of, with_host_of
 from belady.ir.hardware import Allocator, Link
-from belady.ir.plan import Offload
+from belady.ir.plan import Budget, Offload
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
+from belady.measure.corrections import with_gap_of, with_host_of, with_peak_of
 from belady.measure.monitor import Sample
 from tests.unit.simulate.cases import gpu, machine, plan_of, trace_of
 
@@ -65,3 +65,14 @@ def test_a_plan_that_loses_nothing_keeps_its_margin():
 
 def test_a_margin_that_is_needed_stays():
     assert with_gap_of(TRACE, LOSING, ALLOCATOR, measured(reserved=112)) is None
+
+
+@pytest.mark.parametrize(("peak", "margin"), [(100, None), (107, None), (111, 11)])
+def test_a_peak_that_eats_half_of_the_margin_widens_it(peak: int, margin: int | None):
+    plan = replace(PLAN, budget=Budget(120), predicted_peak_bytes=100)
+    found = with_peak_of(plan, ALLOCATOR, replace(measured(reserved=120), peaks=(at(peak),)))
+    assert (found.margin_bytes if found else None) == margin
+
+
+def at(peak: int) -> TierPeak:
+    return TierPeak(Tier.DEVICE, peak)

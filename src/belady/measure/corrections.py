@@ -59,6 +59,17 @@ def with_gap_of(
     return replace(allocator, margin_fraction=shown) if shown < _MARGIN_AGREES * fraction else None
 
 
+def with_peak_of(plan: Plan, allocator: Allocator, measured: Measured) -> Allocator | None:
+    """The allocator with room for what a peak was above the predicted one; None if it has it.
+
+    What issue order does not show is to fit the margin, with as much again for the blocks.
+    """
+    peak, predicted = measured.peak(Tier.DEVICE), plan.predicted_peak_bytes
+    if 2 * (peak - predicted) <= plan.budget.device_bytes - predicted or peak <= predicted:
+        return None
+    return replace(allocator, margin_bytes=allocator.margin_bytes + peak - predicted)
+
+
 def _issued_in_forward(plan: Plan, hardware: HardwareProfile) -> float:
     """Host seconds of the copy-outs and digests of a plan."""
     out = hardware.link(Tier.DEVICE, Tier.HOST)
