@@ -195,15 +195,21 @@ def _directions(asked: Asked, *, half: bool, last: bool) -> Mapping[str, Make]:
 @contextmanager
 def _precisely(precision: str, **flags: bool) -> Iterator[None]:
     """Say all that decides which algorithms cuDNN and cuBLAS may take."""
-    tf32 = precision == "tf32"
-    before = torch.backends.cuda.matmul.allow_tf32
-    # Without ``enabled`` torch takes kernels of its own.
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32, **flags):
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        try:
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    # One by one: `torch.backends.cudnn.flags` switches cuDNN off unless told otherwise.
+    wanted = {"enabled": True, "benchmark": False, "deterministic": False, **flags}
+    wanted["allow_tf32"] = precision == "tf32"
+    before = {name: getattr(cudnn, name) for name in wanted}
+    before_matmul = matmul.allow_tf32
+    try:
+        for name, value in wanted.items():
+            setattr(cudnn, name, value)
+        matmul.allow_tf32 = wanted["allow_tf32"]
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(cudnn, name, value)
+        matmul.allow_tf32 = before_matmul
 
 
 QUESTIONS: Mapping[str, Callable[[Asked], Iterator[Record]]] = {
