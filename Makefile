@@ -21,8 +21,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(RUN) mypy
 
+# Two workers, each with one thread of torch's (tests/conftest.py).
 unit: $(STAMP)
-	$(RUN) pytest
+	$(RUN) pytest -n 2 --dist worksteal
 
 # The stamp holds the folder that the environment was made for: scripts and the editable install
 # name it, so an environment that was moved or copied is made anew.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before torch is loaded, and for child processes. Tensors are tiny here and workers share the
+# cores, where threads of torch's mostly wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A run says the same twice; `pytest --hypothesis-profile=thorough` looks further.
 settings.register_profile(

@@ -1,12 +1,13 @@
-"""Trains the demonstration's network in a process of its own, under a limit of the system.
+"""Trains the demonstration's network in processes of their own, under limits of the system.
 
-``python child_under_limit.py {look | plain | managed} ITERATIONS LIMIT BUDGET``; a LIMIT of 0 is
-none. Prints one JSON object.
+Reads lines ``{look | plain | managed} ITERATIONS LIMIT BUDGET``; a LIMIT of 0 is none. Each is done
+by a fork, which prints one line of JSON: torch is loaded once, and nothing has run in the parent.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import threading
@@ -49,11 +50,22 @@ class Sampler:
 
 
 def main() -> None:
-    mode, iterations, limit, budget = sys.argv[1], *map(int, sys.argv[2:])
+    for line in sys.stdin:
+        mode, *numbers = line.split()
+        process = os.fork()
+        if not process:
+            work(mode, *map(int, numbers))
+            sys.exit()
+        _, status = os.waitpid(process, 0)
+        if status:
+            sys.exit("what was asked for last failed")
+
+
+def work(mode: str, iterations: int, limit: int, budget: int) -> None:
     data = digits.load_digits(torch.device("cpu"))
     if mode == "look":
         peak, budget = look(data, spill_folder())
-        print(json.dumps({"peak": peak, "budget": budget}))
+        print(json.dumps({"peak": peak, "budget": budget}), flush=True)
         return
     training = digits.Training(data)
     if limit:
@@ -71,7 +83,7 @@ def main() -> None:
     found["losses"] = [loss.hex() for loss in training.losses]
     found["data"] = sampler.peak_bytes
     found["resident"] = peak_resident_bytes()
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
 
 
 def peak_resident_bytes() -> int:

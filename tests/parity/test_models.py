@@ -17,10 +17,10 @@ from tests.support.training import (
     Interruption,
     Step,
     Training,
+    at_tight_budget,
     differences,
     footprint,
     plain,
-    tight_budget,
 )
 
 # Two iterations are observed, a third settles, two are verified: a plan is carried out three times.
@@ -62,7 +62,7 @@ def train_at_the_floor(task: Task, step: Step, device: str) -> Run:
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_policy_changes_no_bit(task: Task, policy: str, device: str) -> None:
     step = step_of(task)
-    run = train(task, step, policy, tight_budget(task, step, policy, device), device)
+    run = at_tight_budget(lambda budget: train(task, step, policy, budget, device), device)
     if task is not GAN:
         # The adversaries' last step has nothing to gain at the smallest budget of the first.
         # On a GPU the budget has room to spare, so the automatic policy has no need to move.

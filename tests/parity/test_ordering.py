@@ -15,10 +15,10 @@ from tests.support.models import CNN, GAN, GPT, REPLAYED, TIED, Task
 from tests.support.training import (
     Step,
     Training,
+    at_tight_budget,
     differences,
     footprint,
     plain,
-    tight_budget,
 )
 
 ITERATIONS = range(6)
@@ -134,11 +134,13 @@ HABITS: dict[str, tuple[Task, Step]] = {
 @pytest.mark.parametrize("habit", HABITS)
 def test_no_network_and_no_habit_changes_a_bit(habit: str) -> None:
     task, step = HABITS[habit]
-    budget = tight_budget(task, step, "layrub_hybrid")
-    training = Training(task)
-    with belady.virtualize(training.models, budget, policy="layrub_hybrid") as vm:
-        training.run(step, range(5))
-        run = vm.run()
+
+    def train(budget: int) -> tuple[Training, Run | None]:
+        training = Training(task)
+        with belady.virtualize(training.models, budget, policy="layrub_hybrid") as vm:
+            return training.run(step, range(5)), vm.run()
+
+    training, run = at_tight_budget(train)
     assert differences(Training(task).run(step, range(5)).outcome(), training.outcome()) == []
     assert run is not None
     assert run.measured is not None

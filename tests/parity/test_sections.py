@@ -16,7 +16,7 @@ from belady.sections.wrap import wrap
 from tests.parity.test_models import ITERATIONS, expected, train, train_at_the_floor
 from tests.support import training as steps
 from tests.support.models import CLASSES, CNN, Task
-from tests.support.training import Interruption, Step, Training, plain, tight_budget
+from tests.support.training import Interruption, Step, Training, at_tight_budget, plain
 
 SECTIONS = (
     Section(("layers.0",), 3),
@@ -62,7 +62,7 @@ WITHOUT_NORM = Task("cut where no batch norm is", lambda: cut(SECTIONS[1:]), CNN
 
 @pytest.mark.parametrize("policy", ["auto", "hybrid", "floor", "vdnn_all"])
 def test_the_engine_changes_no_bit_of_sections(policy: str, device: str) -> None:
-    run = train(CUT, plain, policy, tight_budget(CUT, plain, policy, device), device)
+    run = at_tight_budget(lambda budget: train(CUT, plain, policy, budget, device), device)
     assert run.plan.decisions or device == "cuda"
 
 

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from belady.errors import InfeasibleBudgetError
 from tests.support.models import Task, comparable
 
 SAMPLES = 8
+
+T = TypeVar("T")
 
 # One iteration, given its number; gives what is to be compared besides the state.
 Step = Callable[["Training", int], list[Tensor]]
@@ -115,43 +117,32 @@ def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[
 CUDA_SLACK_BYTES = 512 * 2**20
 
 
-def tight_budget(task: Task, step: Step, policy: str, device: str = "cpu") -> int:
-    """Smallest budget that trains, found by doing as each refusal says.
+def at_tight_budget(train: Callable[[int], T], device: str = "cpu") -> T:
+    """What ``train`` gives at the smallest budget that trains, found by doing as each refusal says.
 
     The first refusal knows the root only; a later one has seen loss and optimizer at work too.
     On a GPU the cap holds for all that the process has, library workspaces and the leavings of
     other tests included, so these small models get room beside it.
     """
-    budget = 1
-    if device == "cuda":
+    budget, named = 1, 0
+    for _ in range(5):
         try:
-            refusal = refused(Training(task, device), step, policy, budget)
-        except belady.OutOfMemoryError:
-            # Some calls cannot be traced without running them; then the cap is the judge.
-            return 2 * CUDA_SLACK_BYTES
-        if refusal is None:
-            raise AssertionError("a budget of one byte was accepted")
-        return refusal.smallest_bytes + CUDA_SLACK_BYTES
-    for _ in range(4):
-        refusal = refused(Training(task, device), step, policy, budget)
-        if refusal is None:
-            return budget
-        if refusal.smallest_bytes <= budget:
-            break
-        budget = refusal.smallest_bytes
-    raise AssertionError(f"{budget} bytes, the last figure named, were refused as well")
-
-
-def refused(
-    training: Training, step: Step, policy: str, budget: int
-) -> InfeasibleBudgetError | None:
-    """What is said against a budget until a plan is carried out, or None."""
-    with belady.virtualize(training.models, budget, policy=policy):
-        try:
-            training.run(step, range(3))
+            result = train(budget)
         except InfeasibleBudgetError as error:
-            return error.with_traceback(None)
-    return None
+            # Its traceback would keep the tensors of this attempt.
+            named = error.with_traceback(None).smallest_bytes
+        except belady.OutOfMemoryError:
+            if device != "cuda" or budget > 1:
+                raise
+            # Some calls cannot be traced without running them; then the cap is the judge.
+            named = CUDA_SLACK_BYTES
+        else:
+            assert budget > 1
+            return result
+        if named <= budget:
+            break
+        budget = named + CUDA_SLACK_BYTES * (device == "cuda")
+    raise AssertionError(f"{budget} bytes, the last figure named, were refused as well")
 
 
 # -- ways to write an iteration ------------------------------------------------------------------
