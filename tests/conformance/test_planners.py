@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.legality import check
-from belady.ir.plan import Budget, Plan, Workspace
+from belady.ir.plan import Budget, Plan, Recompute, Workspace
 from belady.ir.trace import Phase, Trace
 from belady.planners import POLICIES, Planner, plan, smallest_budget
 from belady.planners.moves import read_by
@@ -81,6 +81,8 @@ def check_planner(
         made = planner(trace, hardware, given_budget, exact=exact)
         check_plan(trace, hardware, made, given_budget)
         assert planner(trace, hardware, given_budget, exact=exact) == made
+        replayed = any(isinstance(it, Recompute) for it in made.decisions.values())
+        assert planner.recomputes or not replayed
         assert made.planner.removeprefix("auto:") in NAMED
         assert made.planner.startswith(f"{planner.name}{':' if planner.name == 'auto' else '/'}")
         assert not (exact and made.numerics)

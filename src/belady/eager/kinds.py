@@ -20,6 +20,7 @@ from belady.measure.stages import Policy, Stage
 from belady.measure.verification import VERIFIED, Trial, Verification, best
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
+from belady.planners import POLICIES
 
 
 @dataclass
@@ -108,9 +109,12 @@ class Planning:
         """Whether values may be recomputed: all calls are seen, and none came out otherwise.
 
         Not among processes: the others would go on with gradients that one of them finds wrong.
+        Nor where the policy does not: trials take memory, and a library that finds too little of
+        it takes another algorithm from then on.
         """
         among_others = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return self._replays and not among_others and not compiled_anything()
+        wanted = self._replays and POLICIES[self.policy.name].recomputes
+        return wanted and not among_others and not compiled_anything()
 
     def check_replays(self, kind: Kind) -> None:
         """Observe a kind again that may not go on with what its plan recomputes."""

@@ -8,10 +8,13 @@ from dataclasses import replace
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.plan import Offload, Plan, Recompute
 from belady.ir.timeline import Measured
-from belady.ir.trace import Phase, Tier, Trace
+from belady.ir.trace import Op, Phase, Tier, Trace
 from belady.measure.monitor import Sample
+from belady.simulate import simulate
 
 _HOST_AGREES = 0.95
+# Of all kernels: what is too little to correct, and what no clock explains.
+_KERNELS_AGREE, _KERNELS_AT_MOST = 0.01, 0.3
 # A plan is made again for a smaller margin only where the smaller one lets in clearly more.
 _MARGIN_AGREES = 0.7
 _LOSES = 1.01
@@ -37,6 +40,31 @@ def with_host_of(
     share = spent / watched
     ops = tuple(replace(op, host_seconds=op.host_seconds * share) for op in trace.ops)
     return replace(trace, ops=ops)
+
+
+def with_device_of(
+    trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
+) -> Trace | None:
+    """The trace with device seconds that leave a measured iteration time enough; None if they do.
+
+    Ops that are watched one by one can take longer than in a row (clocks fall between them). An
+    iteration shorter than predicted shows by how much: all else in it is known better.
+    """
+    if trace.device == "cpu":
+        return None
+    busy = sum(op.device_seconds for op in trace.ops)
+    excess = simulate(trace, hardware, plan).seconds - min(sample.seconds for sample in samples)
+    if not 0 < excess < _KERNELS_AT_MOST * busy or excess < _KERNELS_AGREE * busy:
+        return None
+    share = 1 - excess / busy
+    return replace(trace, ops=tuple(_faster(op, share) for op in trace.ops))
+
+
+def _faster(op: Op, share: float) -> Op:
+    short = op.shortcut
+    if short is not None:
+        short = replace(short, device_seconds=short.device_seconds * share)
+    return replace(op, device_seconds=op.device_seconds * share, shortcut=short)
 
 
 def with_gap_of(

@@ -12,7 +12,12 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier, Trace
-from belady.measure.corrections import with_gap_of, with_host_of, with_peak_of
+from belady.measure.corrections import (
+    with_device_of,
+    with_gap_of,
+    with_host_of,
+    with_peak_of,
+)
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.planners import plan as make_plan
@@ -106,6 +111,7 @@ class Verification:
         if measured is None or len(tried) > _REPLANS:
             return trace, None
         corrected = with_host_of(trace, plan, hardware, samples)
+        corrected = with_device_of(corrected or trace, plan, hardware, samples) or corrected
         gap = with_gap_of(trace, plan, hardware.allocator, measured)
         peak = with_peak_of(plan, gap or hardware.allocator, measured)
         allocator = peak or gap

@@ -27,6 +27,7 @@ class Auto:
 
     name: str = "auto"
     version: int = 1
+    recomputes: bool = True
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -28,6 +28,11 @@ class Planner(Protocol):
         """Number raised whenever its rules change."""
         ...
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether its plans may replay ops, so that it is worth trying which ones can be."""
+        ...
+
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
     ) -> Plan:

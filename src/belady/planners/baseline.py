@@ -17,6 +17,7 @@ class Baseline:
 
     name: str = "baseline"
     version: int = 1
+    recomputes: bool = False
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -21,6 +21,7 @@ class Floor:
 
     name: str = "floor"
     version: int = 1
+    recomputes: bool = False
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

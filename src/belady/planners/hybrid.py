@@ -42,6 +42,7 @@ class Hybrid:
 
     name: str = "hybrid"
     version: int = 2
+    recomputes: bool = True
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

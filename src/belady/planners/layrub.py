@@ -74,6 +74,7 @@ class Layrub:
     name: str
     migrates: bool
     version: int = 1
+    recomputes: bool = False
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

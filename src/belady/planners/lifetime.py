@@ -35,6 +35,7 @@ class Lifetime:
 
     name: str = "lifetime"
     version: int = 3
+    recomputes: bool = False
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

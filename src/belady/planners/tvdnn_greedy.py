@@ -52,6 +52,7 @@ class TvdnnGreedy:
 
     name: str = "tvdnn_greedy"
     version: int = 1
+    recomputes: bool = False
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -38,6 +38,7 @@ class TvdnnIlp:
 
     name: str = "tvdnn_ilp"
     version: int = 1
+    recomputes: bool = False
     limit_s: float = 60.0
 
     def __call__(

@@ -83,6 +83,7 @@ class VdnnStatic:
     name: str
     kinds: frozenset[Kind]
     version: int = 1
+    recomputes: bool = False
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
@@ -107,6 +108,7 @@ class VdnnDyn:
 
     name: str = "vdnn_dyn"
     version: int = 1
+    recomputes: bool = False
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

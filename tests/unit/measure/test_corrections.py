@@ -6,12 +6,14 @@ from belady.ir.hardware import Allocator, Link
 from belady.ir.plan import Budget, Offload
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
-from belady.measure.corrections import with_gap_of, with_host_of, with_peak_of
+from belady.measure.corrections import with_device_of, with_gap_of, with_host_of, with_peak_of
 from belady.measure.monitor import Sample
 from tests.unit.simulate.cases import gpu, machine, plan_of, trace_of
 
 TRACE = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3)], host_s=1.0)
 PLAN = plan_of(TRACE, Offload(Tier.HOST, 1, 2, 3, 3))
+TRACE_FAST = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3)])
+EVERYTHING_KEPT = plan_of(TRACE_FAST)
 LOSING = replace(PLAN, predicted_seconds=6.0)
 ALLOCATOR = Allocator(1, 0.2, 0)
 
@@ -76,3 +78,18 @@ def test_a_peak_that_eats_half_of_the_margin_widens_it(peak: int, margin: int | 
 
 def at(peak: int) -> TierPeak:
     return TierPeak(Tier.DEVICE, peak)
+
+
+def timed(seconds: float) -> Sample:
+    return Sample(0.0, seconds)
+
+
+def test_kernels_take_no_longer_than_the_iteration_that_they_are_in():
+    corrected = with_device_of(TRACE_FAST, EVERYTHING_KEPT, gpu(), [timed(4.0), timed(3.2)])
+    assert corrected is not None
+    assert [op.device_seconds for op in corrected.ops] == pytest.approx([0.8] * 4)
+
+
+@pytest.mark.parametrize("seconds", [5.0, 4.0, 3.99, 0.5])
+def test_an_iteration_that_agrees_or_that_no_clock_explains_changes_nothing(seconds: float):
+    assert with_device_of(TRACE_FAST, EVERYTHING_KEPT, gpu(), [timed(seconds)]) is None
