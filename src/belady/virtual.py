@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 
 from belady._version import __version__
 from belady.eager.conductor import Conductor
-from belady.eager.limits import Limits, clamped, device_of
+from belady.eager.limits import Limits, open_machine
 from belady.eager.ordering import ALWAYS
 from belady.eager.tracker import Tracker
 from belady.errors import OutOfMemoryError
@@ -21,9 +21,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier
 from belady.measure.monitor import Sample
-from belady.measure.probe import probe
 from belady.measure.stages import Policy, Stage
-from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 
 if TYPE_CHECKING:
@@ -79,7 +77,8 @@ def virtualize(
         ``"eager"``: hooks, for any PyTorch code. ``"graph"``: what `torch.compile` can capture of
         the models runs as graphs whose ops are moved and repeated one by one; the rest of them
         runs as plain PyTorch, unmanaged, and the report says which parts. ``"inductor"``: the
-        same, with Inductor's kernels between movements; they can change bits.
+        same, with Inductor's kernels between movements; they can change bits. ``"auto"``:
+        ``"graph"`` if the first call of every root can be captured as a whole, or else ``"eager"``.
 
     Returns
     -------
@@ -121,6 +120,8 @@ class VirtualMemory:
         self._limits = limits
         self._budget = limits.budgets()
         limits.demand_known()
+        self._machine: tuple[Policy, HardwareProfile, Carrier] | None = None
+        self._notes: list[str] = []
         self.listeners: list[Callable[[IterationStats], None]] = []
         self._tracker = self._engine()
         self._count = 0
@@ -168,9 +169,9 @@ class VirtualMemory:
         """Trace, machine, plan, prediction and measurement; None until there is a plan."""
         if self._tracker.conductor is None:
             return None
-        return self._tracker.conductor.run(
-            (("belady", __version__), ("torch", str(torch.__version__)))
-        )
+        versions = (("belady", __version__), ("torch", str(torch.__version__)))
+        run = self._tracker.conductor.run(versions)
+        return None if run is None else replace(run, notes=(*run.notes, *self._notes))
 
     def record(self) -> None:
         """Record the next steady iteration that moves anything, event by event.
@@ -255,7 +256,17 @@ class VirtualMemory:
         # Not before it is needed: Dynamo takes a second to load.
         from belady.graph.roots import Roots
 
-        return Roots(self._session)
+        return Roots(self._session, self._eagerly if engine == "auto" else None)
+
+    def _eagerly(self, why: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Go on with the eager engine, from a call that is under way."""
+        roots, tracker = self._tracker, Tracker(self._conductor, self._ended)
+        roots.close()
+        self._notes.append(f"engine='eager', since a call could not be captured as a whole: {why}")
+        self._tracker = tracker
+        for root in roots.roots:
+            tracker.add(root)
+        return tracker.call(module, args, kwargs)
 
     def _conductor(self, module: torch.nn.Module) -> Conductor:
         policy, hardware, carrier = self._set_up(module)
@@ -275,16 +286,8 @@ class VirtualMemory:
         return engine
 
     def _set_up(self, module: torch.nn.Module) -> tuple[Policy, HardwareProfile, Carrier]:
-        """Look at the machine and make the budget real."""
-        device = device_of(module)
-        hardware = probe(device, spill_dir=self._limits.spill_dir)
-        self._budget = clamped(self._budget, hardware)
-        carrier = Carrier(
-            device,
-            host_budget=self._budget.host_bytes,
-            disk_budget=self._budget.disk_bytes,
-            spill_dir=self._limits.spill_dir,
-        )
-        self._undo.callback(carrier.close)
-        self._undo.callback(enforce(device, self._budget.device_bytes))
-        return self._limits.policy_for(self._budget), hardware, carrier
+        """Look at the machine and make the budget real, once."""
+        if self._machine is None:
+            self._machine = open_machine(module, self._limits, self._undo)
+            self._budget = self._machine[0].budget
+        return self._machine

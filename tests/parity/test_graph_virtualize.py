@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import belady
 from belady.graph.session import Session
+from belady.ir.trace import Source
 from belady.virtual import IterationStats, VirtualMemory
 from tests.support.models import CNN, LSTM, Task
-from tests.support.training import Training, differences, footprint, plain
+from tests.support.training import Training, differences, footprint, plain, short_at_the_end
 
 ROOM = 1 << 30
 
@@ -157,6 +158,49 @@ def test_the_report_says_that_a_call_was_watched_by_somebody_else() -> None:
     assert "under a dispatch mode" in run.notes[0]
 
 
+@pytest.mark.parametrize("task", [CNN, LSTM, Task("talking", lambda: [Talking()], batch)], ids=str)
+def test_auto_captures_what_can_be_captured_as_a_whole(task: Task) -> None:
+    expected, training = Training(task).run(plain, range(6)), Training(task)
+    before = footprint([*training.model.modules(), training.optimizer])
+    with belady.virtualize(training.model, ROOM, policy="floor", engine="auto") as vm:
+        training.run(plain, range(6))
+    assert footprint([*training.model.modules(), training.optimizer]) == before
+    assert differences(expected.outcome(), training.outcome()) == []
+    run = vm.run()
+    assert run is not None
+    assert (run.trace.source is Source.GRAPH) is (task is CNN)
+    said = "engine='eager', since a call could not be captured as a whole: "
+    assert [note.startswith(said) for note in run.notes] == ([] if task is CNN else [True])
+
+
+class Sometimes(Talking):
+    """Only what is large is captured as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(x) < 8 else self.second(torch.tanh(self.first(x)))
+
+
+def test_auto_stays_with_graphs_where_a_later_call_breaks_one() -> None:
+    task = Task("sometimes", lambda: [Sometimes()], batch)
+    expected, training = Training(task).run(short_at_the_end, range(6)), Training(task)
+    with belady.virtualize(training.model, ROOM, policy="floor", engine="auto") as vm:
+        training.run(short_at_the_end, range(6))
+    assert differences(expected.outcome(), training.outcome()) == []
+    run = vm.run()
+    assert run is not None
+    assert run.trace.source is Source.GRAPH
+    assert run.notes[0].startswith("not captured, and so not managed: ")
+
+
+def test_auto_leaves_errors_of_the_program_as_they_are() -> None:
+    model = nn.Linear(4, 4)
+    with belady.virtualize(model, ROOM, engine="auto") as vm:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(2, 5))
+        model(torch.randn(2, 4)).sum().backward()
+        assert vm._tracker.conductor is not None
+
+
 def compiled() -> nn.Module:
     model = nn.Linear(2, 2)
     model.compile(backend="eager")
@@ -165,7 +209,7 @@ def compiled() -> nn.Module:
 
 def replaced() -> nn.Module:
     model = nn.Linear(2, 2)
-    model.forward = model.forward  # type: ignore[method-assign]
+    model.forward = lambda x: x  # type: ignore[method-assign]
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +12,16 @@ from belady.errors import BudgetError, InfeasibleBudgetError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
 from belady.ir.trace import Tier
+from belady.measure.probe import probe
 from belady.measure.stages import Policy
 from belady.measure.static import static_trace
+from belady.memory.cap import enforce
+from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
 from belady.planners import plan as make_plan
 from belady.units import parse_bytes
 
-ENGINES = ("eager", "graph", "inductor")
+ENGINES = ("eager", "graph", "inductor", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,24 @@ class Limits:
     def policy_for(self, budget: Budget) -> Policy:
         """The policy asked for, within ``budget``."""
         return Policy(self.policy, budget, self.exact)
+
+
+def open_machine(
+    module: torch.nn.Module, limits: Limits, undo: ExitStack
+) -> tuple[Policy, HardwareProfile, Carrier]:
+    """Look at the machine of ``module`` and make the budget real, until ``undo`` is closed."""
+    device = device_of(module)
+    hardware = probe(device, spill_dir=limits.spill_dir)
+    budget = clamped(limits.budgets(), hardware)
+    carrier = Carrier(
+        device,
+        host_budget=budget.host_bytes,
+        disk_budget=budget.disk_bytes,
+        spill_dir=limits.spill_dir,
+    )
+    undo.callback(carrier.close)
+    undo.callback(enforce(device, budget.device_bytes))
+    return limits.policy_for(budget), hardware, carrier
 
 
 def clamped(budget: Budget, hardware: HardwareProfile) -> Budget:

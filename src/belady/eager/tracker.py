@@ -125,6 +125,18 @@ class Tracker:
         self._inside = module
         self._iteration.enter(key, module, call)
 
+    def call(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a call of root ``module`` that is under way and whose hooks were not there yet."""
+        self.enter(module, args, kwargs)
+        try:
+            # Looked up now: entering may have put another in its place.
+            result = module.forward(*args, **kwargs)
+        except BaseException:
+            self._leave(module, args, None)
+            raise
+        self._leave(module, args, result)
+        return result
+
     def _ignored(self, module: torch.nn.Module) -> bool:
         """Whether this call is no pass: inference, tracing, replay, capture, a copy of a root."""
         return (

@@ -190,16 +190,19 @@ class Captured:
         return [*results, token]
 
 
-def backend_of(host: Host) -> Callable[..., Any]:
+def backend_of(host: Host, *, strict: bool = False) -> Callable[..., Any]:
     """A backend for `torch.compile` whose graphs ``host`` decides over.
 
-    What it cannot carry out runs as Dynamo captured it, op by op under autograd.
+    What it cannot carry out runs as Dynamo captured it, op by op under autograd; with ``strict`` it
+    raises `TraceError` instead.
     """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             return doors.compile_joint(module, inputs, Captured(host))
         except TraceError as error:
+            if strict:
+                raise
             host.not_captured(str(error))
             return module
 

@@ -28,6 +28,7 @@ from belady.errors import TraceError
 
 __all__ = [
     "Compilers",
+    "NotCaptured",
     "as_boxed",
     "breaks",
     "compile_forward",
@@ -45,6 +46,8 @@ _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 _AUTOGRAD = torch._C.DispatchKey.Autograd
 _VERSION_KEYS = {_AUTOGRAD, torch._C.DispatchKey.CompositeImplicitAutograd}
+
+NotCaptured = TorchDynamoException
 
 Runner = Callable[[list[Any]], Any]
 
@@ -103,12 +106,15 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
-def compile_forward(kind: type[torch.nn.Module], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_forward(
+    kind: type[torch.nn.Module], backend: Callable[..., Any], *, whole: bool = False
+) -> Callable[..., Any]:
     """The forward of a class, called with the module, captured graph by graph.
 
-    A size that changes gets graphs of its own.
+    A size that changes gets graphs of its own. With ``whole`` a call that is not captured as one
+    graph raises `NotCaptured` before anything of it runs.
     """
-    options: Any = {"backend": backend, "dynamic": False}
+    options: Any = {"backend": backend, "dynamic": False, "fullgraph": whole}
     compiled: Callable[..., Any] = torch.compile(kind.forward, **options)
     return compiled
 

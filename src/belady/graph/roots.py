@@ -10,10 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from belady.forwards import Forward, plain_forward
+from belady.forwards import Forward, is_patched, plain_forward
 from belady.graph import doors
 from belady.graph.capture import backend_of
 from belady.graph.session import Session
+
+# Takes a reason, a module, and the arguments of a call of it.
+Instead = Callable[[str, torch.nn.Module, Any, Any], Any]
 
 
 class Roots:
@@ -23,6 +26,10 @@ class Roots:
     ----------
     prepare
         Makes the session; called with the root of the first call of all.
+    instead
+        Runs a call in another way, given a reason, and all later calls; None: what cannot be
+        captured runs as plain PyTorch. It is asked in the first call of each root, before
+        anything of it runs.
 
     Attributes
     ----------
@@ -32,12 +39,18 @@ class Roots:
         Decides how their graphs run; None before the first call.
     """
 
-    def __init__(self, prepare: Callable[[torch.nn.Module], Session]) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[torch.nn.Module], Session],
+        instead: Instead | None = None,
+    ) -> None:
         self.roots: list[torch.nn.Module] = []
         self.conductor: Session | None = None
+        self.instead = instead
         self._prepare = prepare
         self._places: list[_Compiled] = []
-        self._backend: Callable[..., Any] | None = None
+        # By whether they are strict: one object each, by which Dynamo knows its code again.
+        self._backends: dict[bool, Callable[..., Any]] = {}
 
     def add(self, module: torch.nn.Module) -> bool:
         """Capture ``module`` from its next call on; False when that is so already.
@@ -54,7 +67,7 @@ class Roots:
                 f"{type(module).__name__} is compiled already, and engine='graph' compiles it: "
                 "hand over the module itself, without torch.compile"
             )
-        if "forward" in vars(module):
+        if is_patched(module):
             raise ValueError(
                 f"the forward of {type(module).__name__} was replaced on the instance, and "
                 "engine='graph' captures that of the class: take the replacement off, or use "
@@ -99,12 +112,16 @@ class Roots:
         if self.conductor is not None:
             self.conductor.close()
 
-    def compiled(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """The forward of the class of ``module`` as captured graphs; the first call of all."""
-        if self._backend is None or self.conductor is None:
+    def compiled(self, module: torch.nn.Module, *, whole: bool = False) -> Callable[..., Any]:
+        """The forward of the class of ``module`` as captured graphs; the first call of all.
+
+        With ``whole`` a call raises where it is not captured as a whole.
+        """
+        if self.conductor is None:
             self.conductor = self._prepare(module)
-            self._backend = backend_of(self.conductor)
-        return doors.compile_forward(type(module), self._backend)
+        backend = backend_of(self.conductor, strict=whole)
+        self._backends[whole] = backend = self._backends.get(whole, backend)
+        return doors.compile_forward(type(module), backend, whole=whole)
 
     def left_out(self, reasons: list[str]) -> None:
         """Note what of a call was not captured."""
@@ -119,6 +136,7 @@ class _Compiled(Forward):
     def __init__(self, owner: torch.nn.Module, roots: Roots) -> None:
         super().__init__(owner)
         self._roots = weakref.ref(roots)
+        self._whole: Callable[..., Any] | None = None
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +147,29 @@ class _Compiled(Forward):
         if _get_current_dispatch_mode_stack():
             roots.left_out(["a call under a dispatch mode, of which Dynamo captures nothing"])
             return plain_forward(module)(*args, **kwargs)
+        if roots.instead is not None and self._run is None:
+            return self._as_a_whole(roots, roots.instead, args, kwargs)
+        return self._in_parts(roots, args, kwargs)
+
+    def _in_parts(self, roots: Roots, args: Any, kwargs: Any) -> Any:
         if self._run is None:
-            self._run = roots.compiled(module)
+            self._run = roots.compiled(self.alive())
         with doors.breaks(roots.left_out):
-            return self._run(module, *args, **kwargs)
+            return self._run(self.alive(), *args, **kwargs)
+
+    def _as_a_whole(self, roots: Roots, instead: Instead, args: Any, kwargs: Any) -> Any:
+        """A call while every one before was captured as a whole."""
+        module, known = self.alive(), self._whole
+        run = known or roots.compiled(module, whole=True)
+        try:
+            result = run(module, *args, **kwargs)
+        except doors.NotCaptured as error:
+            if known is None:
+                return instead(str(error).strip().partition("\n")[0], module, args, kwargs)
+        else:
+            self._whole = run
+            return result
+        return self._in_parts(roots, args, kwargs)
 
 
 def _is_pass() -> bool:
