@@ -17,6 +17,7 @@ _HOST_AGREES = 0.95
 _KERNELS_AGREE, _KERNELS_AT_MOST = 0.01, 0.3
 # A plan is made again for a smaller margin only where the smaller one lets in clearly more.
 _MARGIN_AGREES = 0.7
+MARGIN_AT_LEAST = 0.05
 _LOSES = 1.01
 
 
@@ -78,12 +79,13 @@ def with_gap_of(
     """
     fraction = allocator.margin_fraction
     if measured.allocation_retries:
-        return replace(allocator, margin_fraction=fraction * 1.5 + 0.02)
+        wider = max(MARGIN_AT_LEAST, fraction * 1.5 + 0.02)
+        return replace(allocator, margin_fraction=wider)
     peak = measured.peak(Tier.DEVICE)
     loses = plan.predicted_seconds > _LOSES * sum(op.device_seconds for op in trace.ops)
     if not peak or not measured.reserved_bytes or not loses:
         return None
-    shown = 1.25 * (measured.reserved_bytes / peak - 1) + 0.02
+    shown = max(MARGIN_AT_LEAST, 1.25 * (measured.reserved_bytes / peak - 1) + 0.02)
     return replace(allocator, margin_fraction=shown) if shown < _MARGIN_AGREES * fraction else None
 
 

@@ -13,6 +13,7 @@ from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier, Trace
 from belady.measure.corrections import (
+    MARGIN_AT_LEAST,
     with_device_of,
     with_gap_of,
     with_host_of,
@@ -79,15 +80,31 @@ class Verification:
         except InfeasibleBudgetError as error:
             if self._policy.name != "auto":
                 raise
-            # The floor has just run within the cap, so it can go on without the stated margin.
-            bare = replace(hardware.allocator, margin_fraction=0.0, margin_bytes=0)
-            hardware = replace(hardware, allocator=bare)
+            return self._with_less_margin(trace, numerics, error)
+
+    def _with_less_margin(
+        self, trace: Trace, numerics: tuple[str, ...], error: InfeasibleBudgetError
+    ) -> Trial:
+        """A plan for a budget without room for the stated margin, which the floor has just run in.
+
+        Half of the room that there is goes to the margin. Nothing is recomputed: where memory is
+        that scarce, a library may not get the workspace of the algorithm that it took before.
+        """
+        allocator = self._hardware.allocator
+        peak = allocator.peak_within(error.smallest_bytes)
+        room = self._policy.budget.device_bytes / max(peak, 1) - 1
+        for name, fraction in (("lifetime", room / 2), ("floor", 0.0)):
+            if fraction < MARGIN_AT_LEAST and name != "floor":
+                continue
+            tight = replace(allocator, margin_fraction=fraction, margin_bytes=0)
+            hardware = replace(self._hardware, allocator=tight)
             try:
-                plan = self._plan("floor", trace, hardware, numerics)
+                plan = self._plan(name, trace, hardware, numerics)
             except InfeasibleBudgetError:
-                raise error from None
-            self.notes.append(f"the budget leaves no margin: {error}")
+                continue
+            self.notes.append(f"the budget leaves a margin of {fraction:.0%}: {error}")
             return Trial(plan, hardware)
+        raise error
 
     def better(
         self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample], *numerics: str

@@ -1,0 +1,52 @@
+from dataclasses import replace
+
+import pytest
+
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import Allocator
+from belady.ir.plan import Budget
+from belady.measure.stages import Policy
+from belady.measure.verification import Trial, Verification
+from belady.planners import smallest_budget
+from tests.unit.simulate.cases import gpu, trace_of
+
+TRACE = trace_of([1.0] * 6, [(1000, 0, 5), (1000, 1, 4), (1000, 2, 3)])
+HARDWARE = replace(gpu(), allocator=Allocator(1, 0.2, 0))
+# What the leanest plan holds, without any margin.
+PEAK = HARDWARE.allocator.peak_within(smallest_budget("auto", TRACE, HARDWARE, Budget(0)))
+
+
+def first(policy: str, budget_bytes: int) -> tuple[Trial, list[str]]:
+    verification = Verification(Policy(policy, Budget(budget_bytes)), HARDWARE)
+    return verification.first(TRACE), verification.notes
+
+
+def test_a_budget_with_room_for_the_stated_margin_is_planned_with_it() -> None:
+    trial, notes = first("auto", int(1.25 * PEAK))
+    assert trial.hardware == HARDWARE
+    assert notes == []
+
+
+def test_half_of_too_little_room_is_the_margin_of_a_plan_that_only_moves() -> None:
+    trial, notes = first("auto", int(1.15 * PEAK))
+    assert trial.plan.planner.startswith("lifetime")
+    assert trial.hardware.allocator.margin_fraction == pytest.approx(0.075, abs=0.001)
+    assert trial.plan.predicted_peak_bytes <= 1.15 / 1.07 * PEAK
+    assert notes[0].startswith("the budget leaves a margin of 7%")
+
+
+def test_with_hardly_any_room_the_floor_goes_on() -> None:
+    trial, notes = first("auto", int(1.02 * PEAK))
+    assert trial.plan.planner.startswith("floor")
+    assert notes[0].startswith("the budget leaves a margin of 0%")
+
+
+def test_less_than_the_leanest_plan_needs_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        first("auto", int(0.9 * PEAK))
+    assert refused.value.smallest_bytes == HARDWARE.allocator.budget_for(PEAK)
+
+
+def test_other_policies_keep_to_the_stated_margin() -> None:
+    with pytest.raises(InfeasibleBudgetError):
+        first("floor", int(1.15 * PEAK))
