@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -137,21 +137,24 @@ class VirtualMemory:
             self.close()
             raise
 
-    def add(
-        self,
-        module: torch.nn.Module,
-        args: tuple[Any, ...] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def add(self, module: torch.nn.Module) -> None:
         """Make ``module`` a root, from its next call on.
 
-        With ``args`` (and ``kwargs``), from the call that is under way: for callers inside its
-        pre-hooks.
+        Raises
+        ------
+        TypeError
+            If it is no module.
+        ValueError
+            If the engine cannot capture it.
         """
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"models must be torch.nn.Module, not {type(module).__name__}")
-        if self._tracker.add(module) and args is not None:
-            self._tracker.enter(module, args, dict(kwargs or {}))
+        try:
+            self._tracker.add(module)
+        except ValueError as error:
+            if self._limits.engine != "auto":
+                raise
+            self._go_eager(str(error)).add(module)
 
     def iteration(self) -> AbstractContextManager[None]:
         """Make a block one iteration, and manage what a loss saves outside the roots too.
@@ -204,6 +207,9 @@ class VirtualMemory:
             self._tracker.close()
         finally:
             self._finalizer()
+            # Who lets go of a model wants its memory back at once, and not when cycles, some of
+            # which are ours and Dynamo's, are collected. The engine has the same list.
+            self._tracker.roots.clear()
         self._tell()
 
     def __enter__(self) -> VirtualMemory:
@@ -260,13 +266,17 @@ class VirtualMemory:
 
     def _eagerly(self, why: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Go on with the eager engine, from a call that is under way."""
+        tracker = self._go_eager(f"a call could not be captured as a whole: {why}")
+        return tracker.call(module, args, kwargs)
+
+    def _go_eager(self, why: str) -> Tracker:
         roots, tracker = self._tracker, Tracker(self._conductor, self._ended)
         roots.close()
-        self._notes.append(f"engine='eager', since a call could not be captured as a whole: {why}")
+        self._notes.append(f"engine='eager', since {why}")
         self._tracker = tracker
         for root in roots.roots:
             tracker.add(root)
-        return tracker.call(module, args, kwargs)
+        return tracker
 
     def _conductor(self, module: torch.nn.Module) -> Conductor:
         policy, hardware, carrier = self._set_up(module)
