@@ -24,11 +24,12 @@ ITERATIONS = range(5)
 class Wide(nn.Module):
     """What its first convolutions need at once is most of what the rest needs in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, *between: nn.Module) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 32, 3, padding=1),
             nn.ReLU(inplace=True),
+            *between,
             nn.Conv2d(32, 32, 3, padding=1),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(4),
@@ -48,19 +49,20 @@ def images(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 WIDE = Task("wide", lambda: [Wide()], images)
+DROPPING = Task("wide with dropout", lambda: [Wide(nn.Dropout(0.2))], images)
 
 
-def needed(policy: str, exact: bool = False) -> int:
+def needed(policy: str, exact: bool = False, task: Task = WIDE) -> int:
     """Smallest budget that a refusal names."""
-    training = Training(WIDE)
+    training = Training(task)
     vm = belady.virtualize(training.models, MIB, policy=policy, exact=exact)
     with vm, pytest.raises(InfeasibleBudgetError) as caught:
         training.loss(0)
     return caught.value.smallest_bytes
 
 
-def trained(budget: int, policy: str) -> tuple[Training, Run]:
-    training = Training(WIDE)
+def trained(budget: int, policy: str, task: Task) -> tuple[Training, Run]:
+    training = Training(task)
     with belady.virtualize(training.models, budget, policy=policy) as vm:
         training.run(plain, ITERATIONS)
         run = vm.run()
@@ -69,11 +71,15 @@ def trained(budget: int, policy: str) -> tuple[Training, Run]:
     return training, run
 
 
-@pytest.mark.parametrize("policy", ["auto", "tvdnn_greedy", "tvdnn_ilp"])
-def test_a_budget_below_one_op_trains_in_slices(policy: str) -> None:
-    budget = int(needed("floor") * 0.6)
-    training, run = trained(budget, policy)
-    expected = Training(WIDE).run(plain, ITERATIONS)
+@pytest.mark.parametrize(
+    ("policy", "task"),
+    [("auto", WIDE), ("tvdnn_greedy", WIDE), ("tvdnn_ilp", WIDE), ("auto", DROPPING)],
+    ids=str,
+)
+def test_a_budget_below_one_op_trains_in_slices(policy: str, task: Task) -> None:
+    budget = int(needed("floor", task=task) * 0.6)
+    training, run = trained(budget, policy, task)
+    expected = Training(task).run(plain, ITERATIONS)
     for name, tensor in expected.model.state_dict().items():
         torch.testing.assert_close(training.model.state_dict()[name], tensor)
     for one, two in zip(training.losses, expected.losses, strict=True):

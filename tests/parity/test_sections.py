@@ -22,6 +22,7 @@ SECTIONS = (
     Section(("layers.0",), 3),
     Section(("layers.1", "layers.2", "layers.3"), 4),
 )
+DROPOUT = (Section(("layers.4", "layers.5", "layers.6"), 3),)
 
 
 class Convolutions(nn.Module):
@@ -57,12 +58,14 @@ def cut(sections: Sequence[Section] = SECTIONS) -> list[nn.Module]:
 
 WHOLE = Task("whole", lambda: [Convolutions()], CNN.batch)
 CUT = Task("cut", cut, CNN.batch)
+DROPPING = Task("cut where dropout is", lambda: cut(DROPOUT), CNN.batch)
 WITHOUT_NORM = Task("cut where no batch norm is", lambda: cut(SECTIONS[1:]), CNN.batch)
 
 
+@pytest.mark.parametrize("task", [CUT, DROPPING], ids=str)
 @pytest.mark.parametrize("policy", ["auto", "hybrid", "floor", "vdnn_all"])
-def test_the_engine_changes_no_bit_of_sections(policy: str, device: str) -> None:
-    run = at_tight_budget(lambda budget: train(CUT, plain, policy, budget, device), device)
+def test_the_engine_changes_no_bit_of_sections(policy: str, task: Task, device: str) -> None:
+    run = at_tight_budget(lambda budget: train(task, plain, policy, budget, device), device)
     assert run.plan.decisions or device == "cuda"
 
 
@@ -96,7 +99,7 @@ def test_measured_peak_is_the_planned_peak_and_lower() -> None:
 
 @pytest.mark.parametrize(
     ("task", "sections", "unforeseen"),
-    [(WITHOUT_NORM, SECTIONS[1:], 0), (CUT, SECTIONS, 1024)],
+    [(WITHOUT_NORM, SECTIONS[1:], 0), (DROPPING, DROPOUT, 0), (CUT, SECTIONS, 1024)],
     ids=str,
 )
 def test_the_peak_is_foretold_from_an_iteration_without_sections(
@@ -109,8 +112,9 @@ def test_the_peak_is_foretold_from_an_iteration_without_sections(
     assert 0 <= gap <= unforeseen
 
 
-def test_training_goes_the_same_way_as_on_the_whole_batch(device: str) -> None:
-    whole, cut = (expected(task, plain, device) for task in (WHOLE, CUT))
+@pytest.mark.parametrize("task", [CUT, DROPPING], ids=str)
+def test_training_goes_the_same_way_as_on_the_whole_batch(task: Task, device: str) -> None:
+    whole, cut = (expected(it, plain, device) for it in (WHOLE, task))
     assert whole.keys() == cut.keys()
     for name in whole:
         if name.startswith("loss"):
@@ -119,7 +123,7 @@ def test_training_goes_the_same_way_as_on_the_whole_batch(device: str) -> None:
 
 def test_random_numbers_are_those_of_the_whole_batch() -> None:
     states = []
-    for task in (WHOLE, CUT):
+    for task in (WHOLE, CUT, DROPPING):
         Training(task).run(plain, ITERATIONS)
         states.append(torch.get_rng_state())
-    assert torch.equal(*states)
+    assert all(torch.equal(states[0], state) for state in states)

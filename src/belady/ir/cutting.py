@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from belady.ir.drawing import Drawing
 from belady.ir.ops import Op
 from belady.ir.slicing import WHOLE, Draft, Rewriting
 from belady.ir.stretches import Stretch
@@ -25,6 +26,7 @@ class Cut:
         self.copies: dict[int, int] = {}
         self.lasting: list[Draft] = []
         self.entering: dict[int, Draft] = {}
+        self.drawing = Drawing(writing, stretch.draws, stretch.drawn, stretch.parts)
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -85,9 +87,13 @@ class Cut:
                 if part == self.stretch.parts[0]:
                     self.writing.copy(at)
                 continue
+            if self.drawing.issues(at, part, self._share(op.writes[0], part) if op.writes else 0):
+                continue
+            self.drawing.cut(at)
             self.writing.issue(
                 at, part, self.stretch.size(part), self.stretch.samples, self.stretch.full
             )
+            self.drawing.used(at, part)
 
     def _join(self, old: int, part: int, whole: int, like: Op, origin: int | None = None) -> int:
         """Copy a slice into its place; gives the value that ``whole`` is then."""

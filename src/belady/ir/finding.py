@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from belady.errors import PlanMismatchError
+from belady.ir.drawing import find_draws
 from belady.ir.ops import Mode, Op, Phase
 from belady.ir.plan import Section
 from belady.ir.stretches import Stretch
@@ -115,6 +116,7 @@ class _Search:
             self.single("the gradient of what goes in", passed_on) if passed_on else -1,
             totals,
             full,
+            *find_draws(trace, self.forward),
         )
 
     def find_backward(self) -> tuple[int, ...]:

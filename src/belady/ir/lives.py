@@ -134,6 +134,10 @@ class Lives:
         if index == stretch.given:
             # A copy begins at its own start; a view does not.
             offset = 0 if stretch.passed_on >= 0 else offset + stretch.start(part) * save.stride[0]
+        elif value.storage in stretch.drawn:
+            offset += stretch.start(part) * save.stride[0]
+            # Drawn before, whatever drew it without sections.
+            save = replace(save, as_input=True)
         return replace(save, shape=(stretch.size(part), *save.shape[1:]), offset=offset)
 
     # -- storages ----------------------------------------------------------------------------

@@ -43,6 +43,9 @@ _NORMS = frozenset(
         "_batch_norm_with_update",
     }
 )
+# What a dropout draws, for all slices at once. Whether it is one's, a trace does not say: whoever
+# asks knows the modules.
+_DRAWS = frozenset({"bernoulli_", "native_dropout"})
 
 
 def mixing(trace: Trace, section: Section) -> tuple[str, ...]:
@@ -87,13 +90,13 @@ def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
 
 def _reason(op: Op, dependent: bool, samples: list[bool]) -> str:
     name = op.name.removeprefix("aten.").split(".")[0]
-    if op.random:
+    if op.random and name not in _DRAWS:
         return "draws random numbers, and slices would draw others than the batch"
     if op.communicates:
         return "communicates"
     if not dependent:
         return ""
-    if name not in _APART | _NORMS:
+    if name not in _APART | _NORMS | _DRAWS:
         return "is not known to act on each sample by itself"
     if not op.batch_dims:
         return "has operands whose batch dimension is not known"

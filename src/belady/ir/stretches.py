@@ -35,6 +35,8 @@ class Stretch:
         Storages of gradients of parameters.
     full
         Storages born inside of which every slice makes all.
+    draws, drawn
+        Forward ops that draw random numbers for all slices, and the storages of these.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Stretch:
     passed_on: int
     totals: frozenset[int]
     full: frozenset[int]
+    draws: frozenset[int]
+    drawn: frozenset[int]
 
     @property
     def samples(self) -> int:

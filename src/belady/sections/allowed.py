@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 
 from belady.errors import PlanMismatchError, SectionError
-from belady.ir.finding import find
+from belady.ir.drawing import draws_factors_or_mask
+from belady.ir.finding import find, forward_ops
 from belady.ir.plan import Section
 from belady.ir.samples import mixing
 from belady.ir.trace import Trace
 from belady.sections.batchnorm import BatchNorm
+from belady.sections.dropout import draws_for_all
 from belady.sections.standins import StandIns
 from belady.sections.wrap import locate
 
@@ -31,17 +35,31 @@ def reasons(model: torch.nn.Module, section: Section, trace: Trace) -> tuple[str
         locate(model, section, StandIns())
     except SectionError as error:
         return (str(error),)
-    found = mixing(trace, section)
+    modules = dict(model.named_modules())
+    found = (*_drawn_elsewhere(modules, section, trace), *mixing(trace, section))
     if found:
         return found
     try:
         stretches = find(trace, [section])
     except PlanMismatchError as error:
         return (str(error),)
-    modules = dict(model.named_modules())
     return tuple(
         f"{trace.locate(at)} takes statistics of the batch, and is not in a BatchNorm module"
         for stretch in stretches
         for at in sorted(stretch.norms)
         if type(modules.get(trace.ops[at].module)) not in BatchNorm.KINDS
     )
+
+
+def _drawn_elsewhere(
+    modules: Mapping[str, torch.nn.Module], section: Section, trace: Trace
+) -> Iterator[str]:
+    """Ops that draw as a dropout does, but in no module of which slices can share the numbers."""
+    for index in range(len(trace.roots)):
+        for at in forward_ops(trace, section, index):
+            op = trace.ops[at]
+            if draws_factors_or_mask(op) and not draws_for_all(modules.get(op.module)):
+                yield (
+                    f"{trace.locate(at)} draws random numbers outside of an nn.Dropout, and slices "
+                    "would draw others than the batch"
+                )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from belady.errors import SectionError
+from belady.sections.dropout import Drawing
 from belady.sections.passage import Cut, Opening, Passage, through_norm
 from belady.sections.slices import Bounds, Totals, Whole
 from belady.sections.stages import Stage, Step, foreign_leaf
@@ -36,6 +37,8 @@ class SlicedCall:
         The slices.
     aliases
         What stands in the place of each trainable parameter of the stretch.
+    drawing
+        Random numbers of the stretch in this call.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class SlicedCall:
         stages: Sequence[Stage],
         cut: tuple[Bounds, ...],
         aliases: dict[Tensor, Tensor],
+        drawing: Drawing,
     ) -> None:
         self.name = name
         self._parameters = tuple(aliases)
@@ -51,6 +55,7 @@ class SlicedCall:
         self._cut = cut
         self._indices = range(len(cut))
         self._aliases = list(aliases.values())
+        self._drawing = drawing
         self._passages: list[Passage] | None = []
 
     def run(self, whole: Tensor) -> Tensor:
@@ -84,6 +89,7 @@ class SlicedCall:
         begin, tensor = passage.opening.enter(index, passage.token)
         first = tensor if isinstance(passage.opening, Cut) else None
         version = tensor._version
+        self._drawing.begin(index)
         with torch.enable_grad():
             for step in passage.stage.steps:
                 tensor = self._tensor(step, step.call(tensor))
@@ -94,6 +100,7 @@ class SlicedCall:
                     )
                 if first is not None and not _share(first, tensor):
                     first = None
+        self._drawing.end()
         end = get_gradient_edge(tensor) if tensor.requires_grad else None
         if end is not None and not index:
             self._refuse_foreign(end, passage.token)

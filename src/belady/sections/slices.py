@@ -58,7 +58,7 @@ class Whole:
                 "its first dimension is not the batch, so it cannot run in slices"
             )
         if self.tensor is None:
-            self.tensor = _empty_like(part, self._cut[-1].start + self._cut[-1].size)
+            self.tensor = empty_like(part, self._cut[-1].start + self._cut[-1].size)
         elif part.shape[1:] != self.tensor.shape[1:] or part.dtype != self.tensor.dtype:
             raise SectionError(
                 f"{self._name} made slices of {tuple(self.tensor.shape[1:])} and of "
@@ -89,15 +89,23 @@ class Totals:
             self._owned[position] = True
 
 
-def _empty_like(part: Tensor, samples: int) -> Tensor:
-    """An empty tensor of so many samples, each laid out as those of ``part`` if that is dense."""
+def elements_apart(part: Tensor) -> int | None:
+    """Elements from one sample to the next where each is dense; None where it is not."""
     strides = part.stride()
-    nbytes = 1
+    elements = 1
     for dim in sorted(range(1, part.dim()), key=strides.__getitem__):
         if part.shape[dim] != 1:
-            if strides[dim] != nbytes:
-                return part.new_empty((samples, *part.shape[1:]))
-            nbytes *= part.shape[dim]
+            if strides[dim] != elements:
+                return None
+            elements *= part.shape[dim]
+    return elements
+
+
+def empty_like(part: Tensor, samples: int) -> Tensor:
+    """An empty tensor of so many samples, each laid out as those of ``part`` if that is dense."""
     shape = (samples, *part.shape[1:])
-    layout = (nbytes, *strides[1:])
+    apart = elements_apart(part)
+    if apart is None:
+        return part.new_empty(shape)
+    layout = (apart, *part.stride()[1:])
     return torch.empty_strided(shape, layout, dtype=part.dtype, device=part.device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from belady.errors import SectionError
 from belady.forwards import is_patched, plain_forward
 from belady.sections.batchnorm import BatchNorm, uses_batch_statistics
+from belady.sections.dropout import draws_for_all
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -107,7 +108,10 @@ def _unfit(part: nn.Module, whole: bool, own: bool) -> str:
             )
     drops = isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
     if part.training and (drops or isinstance(part, nn.RReLU)):
-        return "draws random numbers, and slices would draw others than the batch"
+        if own:
+            return "is all of the section, and draws random numbers; name what is around it too"
+        if not draws_for_all(part):
+            return "draws random numbers, and slices would draw others than the batch"
     return ""
 
 

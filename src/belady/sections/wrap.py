@@ -13,6 +13,7 @@ from belady.errors import SectionError
 from belady.forwards import Forward, is_patched, plain_forward
 from belady.ir.plan import Section
 from belady.sections.call import SlicedCall
+from belady.sections.dropout import Drawing
 from belady.sections.slices import bounds
 from belady.sections.stages import (
     Step,
@@ -44,8 +45,9 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
     -----
     Results differ from the unsectioned ones by the order of sums alone: a parameter's gradient is
     the sum of the slices' gradients in ascending order; a BatchNorm in training mode uses
-    the statistics of the whole batch. Gradients of gradients are refused. What code of modules' own
-    does to the batch (random numbers, sums over samples) is not seen here: ask
+    the statistics of the whole batch; an `torch.nn.Dropout` draws for the whole batch. Gradients of
+    gradients are refused. What code of modules' own does to the batch (random numbers, sums over
+    samples) is not seen here: ask
     `belady.sections.allowed.reasons` first, and `belady.sections.trial.trial`.
 
     Returns
@@ -114,10 +116,11 @@ class Stretch:
             return self._unsectioned(owner, *args)
         refuse_unfit(self.name, steps)
         del args
-        with self.stand_ins.standing(modules) as aliases:
+        cut = bounds(whole.shape[0], self.slices)
+        drawing = Drawing(self.name, cut)
+        with self.stand_ins.standing(modules, drawing.forwards(modules)) as aliases:
             stages = split(steps, {alias: at for at, alias in enumerate(aliases.values())})
-            cut = bounds(whole.shape[0], self.slices)
-            return SlicedCall(self.name, stages, cut, aliases).run(whole)
+            return SlicedCall(self.name, stages, cut, aliases, drawing).run(whole)
 
     def _unsectioned(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.children:

@@ -27,7 +27,7 @@ def test_aliases_stand_for_what_trains_and_share_its_bytes() -> None:
     layer = nn.Linear(2, 2)
     layer.bias.requires_grad_(False)
     weight, bias = layer.weight, layer.bias
-    with StandIns().standing([layer]) as aliases:
+    with StandIns().standing([layer], {}) as aliases:
         assert list(aliases) == [weight]
         assert layer.weight is aliases[weight]
         assert layer.weight.data_ptr() == weight.data_ptr()

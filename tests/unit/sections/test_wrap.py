@@ -399,7 +399,7 @@ BOTH = children(range(2), 2)
 REFUSED: list[tuple[nn.Module, tuple[Section, ...], str]] = [
     (hooked(), (BOTH,), "Tanh has hooks"),
     (patched(), (BOTH,), "Tanh has another forward"),
-    (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), (BOTH,), "Dropout draws random numbers"),
+    (nn.Sequential(nn.Linear(3, 3), nn.Dropout2d(0.5)), (BOTH,), "Dropout2d draws random numbers"),
     (nn.Sequential(nn.Linear(3, 3), nn.RReLU()), (BOTH,), "RReLU draws random numbers"),
     (nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)), (BOTH,), "from other processes"),
     (block(), (Section(("0", "2"), 2),), "not consecutive modules of one parent"),
