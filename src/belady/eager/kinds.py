@@ -177,6 +177,4 @@ class Planning:
             )
         kind.samples, kind.peak_bytes = [], 0
         kind.stage = Stage.SETTLING
-        share = 1 + trial.hardware.allocator.margin_fraction
-        needed = int(verdict.peak_bytes * share) if kind.engine is not None else 0
-        make_room(self._carrier.device, needed)
+        make_room(self._carrier.device, trial.room(verdict.peak_bytes))

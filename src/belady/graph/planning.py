@@ -135,8 +135,7 @@ class Planning:
             kind.counting = Force.of(kind.graphs, drawn, plan, watched=True)
         if not plan.moves_nothing:
             self._carrier.reserve(verdict.host_bytes)
-            share = 1 + trial.hardware.allocator.margin_fraction
-            make_room(device, int(verdict.peak_bytes * share))
+        make_room(device, trial.room(verdict.peak_bytes))
 
 
 def part_of(

@@ -29,6 +29,7 @@ _log = logging.getLogger("belady")
 # Iterations measured under a new plan, after one that only settles the allocator.
 VERIFIED = 2
 _REPLANS = 3
+_NEAR = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class Trial:
     plan: Plan
     hardware: HardwareProfile
     measured: Measured | None = None
+
+    def room(self, peak_bytes: int) -> int:
+        """Bytes that torch's allocator should hold in one piece for a plan with this peak.
+
+        None where the budget is far above: only near its cap does the allocator have to fit blocks.
+        """
+        needed = int(peak_bytes * (1 + self.hardware.allocator.margin_fraction))
+        return needed if needed > _NEAR * self.plan.budget.device_bytes else 0
 
     def keeps(self) -> bool:
         """Whether what was measured kept to the budget."""

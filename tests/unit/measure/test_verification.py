@@ -50,3 +50,9 @@ def test_less_than_the_leanest_plan_needs_is_refused_with_what_is_needed() -> No
 def test_other_policies_keep_to_the_stated_margin() -> None:
     with pytest.raises(InfeasibleBudgetError):
         first("floor", int(1.15 * PEAK))
+
+
+def test_only_near_the_cap_is_memory_set_aside_in_one_piece() -> None:
+    near, far = first("auto", int(1.25 * PEAK))[0], first("auto", 10 * PEAK)[0]
+    assert near.room(PEAK) == pytest.approx(1.2 * PEAK, abs=1)
+    assert far.room(PEAK) == 0
