@@ -207,8 +207,7 @@ class VirtualMemory:
             self._tracker.close()
         finally:
             self._finalizer()
-            # Who lets go of a model wants its memory back at once, and not when cycles, some of
-            # which are ours and Dynamo's, are collected. The engine has the same list.
+            # The engine's list too: cycles would keep models until they are collected.
             self._tracker.roots.clear()
         self._tell()
 
@@ -238,17 +237,10 @@ class VirtualMemory:
         (stage, sample), self._untold = self._untold, None
         self._count += 1
         peak = next((p.nbytes for p in sample.peaks if p.tier is Tier.DEVICE), 0)
+        budget, waited = self._budget.device_bytes, sample.stall_seconds
+        stats = IterationStats(self._count, sample.seconds, peak, budget, waited, stage.value)
         for listener in self.listeners:
-            listener(
-                IterationStats(
-                    self._count,
-                    sample.seconds,
-                    peak,
-                    self._budget.device_bytes,
-                    sample.stall_seconds,
-                    stage.value,
-                )
-            )
+            listener(stats)
 
     def _engine(self) -> Tracker | Roots:
         engine, policy = self._limits.engine, self._limits.policy
