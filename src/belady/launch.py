@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import runpy
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import dropwhile
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.utils._pytree import tree_iter
 
 from belady.eager.limits import Limits
-from belady.errors import BeladyError, StaleValueError
+from belady.errors import BeladyError, StaleValueError, TraceError
 from belady.virtual import IterationStats, VirtualMemory
 
 INTERRUPTED = 130
@@ -92,10 +89,12 @@ def run_script(
     BeladyError
         If belady could not do what was asked, e.g. the budget is infeasible. A value that the
         script changed in place is the script's error and is shown as such.
+    ValueError
+        If a policy or an engine is unknown, or the two do not go together; nothing has run then.
     """
     with _as_main(path, arguments, options.module) as execute, _Roots(options, progress) as roots:
         code = _exit_code(execute)
-    return Launched(code, roots.vm)
+    return Launched(code, roots.vm if roots.found else None)
 
 
 class _Enough(BaseException):
@@ -103,94 +102,76 @@ class _Enough(BaseException):
 
 
 class _Calls(threading.local):
-    """Module calls under way on this thread, outermost first."""
+    """Whether a module call is under way on this thread."""
 
-    def __init__(self) -> None:
-        self.stack: list[torch.nn.Module] = []
+    under_way = False
 
 
 class _Roots:
     """Finds the roots while the script runs and gives them to one `VirtualMemory`.
 
-    torch gives its global hooks no keyword arguments. A hook is handed them if its id is in
-    the module's own table of such hooks; so `_before`, which runs first, puts the id of
-    `_enter` there for the outermost calls.
+    It stands in the place of `torch.nn.Module.__call__`, since a hook runs when torch has looked
+    up what the module's forward is, which is too late to put another there.
     """
 
     def __init__(
         self, options: LaunchOptions, progress: Callable[[IterationStats], None] | None
     ) -> None:
-        self.vm: VirtualMemory | None = None
+        self.vm = VirtualMemory([], options.limits)
+        self.vm.listeners.append(self._count)
+        if options.recorded:
+            self.vm.record()
+        self.found: WeakSet[torch.nn.Module] = WeakSet()
         self._options = options
         self._progress = progress
-        self._calls = _Calls()
-        self._added: WeakSet[torch.nn.Module] = WeakSet()
         self._iterations = 0
-        self._enter_id = -1
-        self._undo = ExitStack()
+        self._plain_call = torch.nn.Module.__call__
 
     def __enter__(self) -> _Roots:
-        # torch.compile warns that global hooks see its wrapper too. They are meant to.
-        self._undo.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there")
-        before = register_module_forward_pre_hook(self._before)
-        enter = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._after, always_call=True)
-        self._enter_id = enter.id
-        for handle in (before, enter, after):
-            self._undo.callback(handle.remove)
+        plain_call, meet, calls = self._plain_call, self._meet, _Calls()
+
+        @functools.wraps(plain_call)
+        def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # The first comes first: Dynamo knows the answer, and looks no further.
+            if torch.compiler.is_compiling() or calls.under_way:
+                return plain_call(module, *args, **kwargs)
+            calls.under_way = True
+            try:
+                meet(module, args, kwargs)
+                return plain_call(module, *args, **kwargs)
+            finally:
+                calls.under_way = False
+
+        _set_call(call)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._undo.close()
-        if self.vm is not None:
-            self.vm.close()
+        _set_call(self._plain_call)
+        self.vm.close()
 
-    def _before(self, module: torch.nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():
+    def _meet(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """An outermost call begins."""
+        limit = self._options.iterations
+        if limit is not None and self._iterations >= limit:
+            raise _Enough
+        if module in self.found or not _is_root(module, args, kwargs):
             return
-        stack = self._calls.stack
-        if stack and stack[0] is module:
-            # The last call of it was interrupted: no hook saw its end.
-            stack.clear()
-        if not stack:
-            limit = self._options.iterations
-            if limit is not None and self._iterations >= limit:
-                raise _Enough
-            module._forward_pre_hooks_with_kwargs[self._enter_id] = True
-        stack.append(module)
-
-    def _enter(
-        self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        if kwargs is None:
-            return
-        del module._forward_pre_hooks_with_kwargs[self._enter_id]
-        if module not in self._added and _is_root(module, args, kwargs):
-            self._add(module, args, kwargs)
-
-    def _after(self, module: torch.nn.Module, _: Any, __: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        stack = self._calls.stack
-        # Calls inside this one that were interrupted are still above it.
-        while any(call is module for call in stack):
-            if stack.pop() is module:
-                break
-
-    def _add(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if self.vm is None:
-            self.vm = VirtualMemory([], self._options.limits)
-            self.vm.listeners.append(self._count)
-            if self._options.recorded:
-                self.vm.record()
-        self.vm.add(module, args, kwargs)
-        self._added.add(module)
+        try:
+            self.vm.add(module)
+        except BeladyError:
+            raise
+        except ValueError as error:
+            raise TraceError(str(error)) from error
+        self.found.add(module)
 
     def _count(self, stats: IterationStats) -> None:
         self._iterations += 1
         if self._progress is not None:
             self._progress(stats)
+
+
+def _set_call(call: Callable[..., Any]) -> None:
+    torch.nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 def _is_root(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -267,11 +248,31 @@ def _exit_status(code: object) -> int:
 
 
 def _show(error: BaseException) -> None:
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace):
+    shown: BaseException | None = error
+    seen: list[BaseException] = []  # what was raised from itself is a circle
+    while shown is not None and shown not in seen:
+        seen.append(shown)
+        shown.__traceback__ = _of_script(shown.__traceback__)
+        shown = shown.__cause__ or shown.__context__
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Without what ran the script, and what stands in the place of its calls of modules."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
         trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    kept = [it for it in dropwhile(_runs, frames) if _module_of(it) != __name__]
+    following = None
+    for frame in reversed(kept):
+        frame.tb_next, following = following, frame
+    return following
 
 
-def _is_ours(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy")
+def _runs(trace: TracebackType) -> bool:
+    return _module_of(trace) in (__name__, "runpy")
+
+
+def _module_of(trace: TracebackType) -> Any:
+    return trace.tb_frame.f_globals.get("__name__")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -75,15 +75,15 @@ class FakeMemory:
 
     def __init__(self, models: list[Any], limits: Any) -> None:
         self.limits = limits
-        self.added: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
+        self.added: list[Any] = []
         self.listeners: list[Callable[[Any], None]] = []
         self.closed = 0
         self.recording = False
         self._handles: list[Any] = []
         type(self).made.append(self)
 
-    def add(self, module: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
-        self.added.append((module, args, kwargs))
+    def add(self, module: Any) -> None:
+        self.added.append(module)
         if self.error is not None:
             raise self.error
         self._handles.append(module.register_forward_hook(self._iteration))

@@ -27,7 +27,7 @@ OPTIONS = {
     "report": {"-o", "--output"},
     "run": {
         *("--budget", "--policy", "--host-budget", "--disk-budget", "--spill-dir", "--report"),
-        *("--exact", "--verify", "-m", "--module"),
+        *("--engine", "--exact", "--verify", "-m", "--module"),
     },
     "simulate": {"--hardware", "--json"},
     "trace": {"-o", "--output", "--merge", "--merge-at"},

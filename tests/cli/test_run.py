@@ -39,10 +39,38 @@ def test_output_options_and_code_of_the_script_pass_through(
 def test_options_reach_the_memory(memory: type[FakeMemory], script: Script) -> None:
     belady(
         *("run", "--budget", "8GiB", "--policy", "vdnn_all", "--host-budget", "1GiB"),
-        *("--disk-budget", "2GB", "--spill-dir", "/tmp", "--exact", script(TRAIN)),
+        *("--disk-budget", "2GB", "--spill-dir", "/tmp", "--exact", "--engine", "graph"),
+        script(TRAIN),
     )
-    expected = Limits(8 << 30, 1 << 30, 2 * 10**9, "/tmp", "vdnn_all", True)
+    expected = Limits(8 << 30, 1 << 30, 2 * 10**9, "/tmp", "vdnn_all", True, "graph")
     assert memory.made[0].limits == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--engine", "eagre"), "'eagre' is not one of eager, graph"),
+        (("--engine", "inductor", "--exact"), "can change bits"),
+        (("--engine", "graph", "--policy", "layrub_intra"), "another order"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_the_script_runs(
+    script: Script, options: tuple[str, ...], words: str
+) -> None:
+    result = belady("run", "--budget", "8GiB", *options, script("print('ran')"))
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.replace("│", "").split())
+    assert result.stdout == ""
+
+
+def test_a_module_that_the_script_compiled_is_refused_by_the_engine_that_compiles(
+    script: Script,
+) -> None:
+    compiled = TRAIN.replace("print(sys", "net.compile(); print(sys")
+    result = belady("run", "--budget", "8GiB", "--engine", "graph", script(compiled))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("belady: Linear is compiled already")
+    assert "use engine='eager'" in result.stderr
 
 
 def test_progress_goes_to_stderr_in_plain_lines(memory: type[FakeMemory], script: Script) -> None:

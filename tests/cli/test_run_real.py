@@ -7,49 +7,94 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from belady.ir.files import load
 from belady.ir.run import Run
+from belady.ir.trace import Source, Tier
 from tests.cli.support import child
 
 TRAIN = """
 import sys, torch
 torch.manual_seed(0)
 
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x):
+        x = x + self.down(torch.relu(self.up(x)))
+        return x
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        self.blocks = torch.nn.Sequential(*(Block() for _ in range(4)))
 
     def forward(self, x, *, scale):
-        return self.layers(x) * scale
+        x = self.blocks(x) * scale
+        return x
 
-net = Net()
+net, loss_of = Net(), torch.nn.MSELoss()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for _ in range(6):
-    loss = net(torch.randn(256, 64), scale=2.0).square().mean()
+for _ in range(7):
+    loss = loss_of(net(torch.randn(512, 64), scale=2.0), torch.zeros(512, 64))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     print(loss.item().hex())
 sys.exit(len(sys.argv))
 """
+SMALL = 3 << 20
 
 
-def test_same_output_and_code_as_python(script: Callable[..., str], tmp_path: Path) -> None:
-    path, report = script(TRAIN), tmp_path / "run.json"
-    environment = {**child(), "XDG_CACHE_HOME": str(tmp_path)}
-    run = ("-m", "belady", "run", "--budget", "1GiB", "--report", str(report))
-    plain, managed = (
-        subprocess.run(
-            [sys.executable, *before, path, "--a", "b"],
-            env=environment,
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written = tmp_path_factory.mktemp("script") / "train.py"
+    written.write_text(TRAIN)
+    return written
+
+
+@pytest.fixture(scope="module")
+def python(path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the script with arguments, under python or what is given in its place."""
+
+    def run(*before: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *map(str, before), str(path), "--a", "b"],
+            env={**child(), "XDG_CACHE_HOME": str(path.parent)},
             capture_output=True,
             text=True,
             check=False,
         )
-        for before in ((), run)
-    )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> subprocess.CompletedProcess[str]:
+    return python()
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_same_output_and_code_as_python(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+    plain: subprocess.CompletedProcess[str],
+    tmp_path: Path,
+    engine: str,
+) -> None:
+    report = tmp_path / "run.json"
+    options = ("--engine", engine, "--report", report, "--verify")
+    managed = python("-m", "belady", "run", "--budget", SMALL, *options)
     assert plain.returncode == 3
     assert (managed.stdout, managed.returncode) == (plain.stdout, 3), managed.stderr
-    assert managed.stderr.splitlines()[-1].startswith("belady: iteration 6 ")
-    assert load(Run, report).trace.roots == ("Net",)
+    assert managed.stderr.splitlines()[-1].startswith("belady: iteration 7 ")
+    run = load(Run, report)
+    assert run.trace.source is (Source.GRAPH if engine == "graph" else Source.EAGER)
+    assert not run.plan.moves_nothing
+    assert run.measured is not None
+    assert run.measured.level == 2
+    assert 0 < run.measured.peak(Tier.DEVICE) <= SMALL

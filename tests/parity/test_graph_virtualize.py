@@ -209,7 +209,7 @@ def compiled() -> nn.Module:
 
 def replaced() -> nn.Module:
     model = nn.Linear(2, 2)
-    model.forward = lambda x: x  # type: ignore[method-assign]
+    model.forward = lambda x: x * model.weight.sum()  # type: ignore[method-assign]
     return model
 
 
@@ -225,6 +225,20 @@ def replaced() -> nn.Module:
 def test_a_module_that_is_not_its_own_is_refused(make: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         within(make())
+
+
+def test_auto_leaves_a_module_that_is_not_its_own_to_hooks() -> None:
+    modules = [nn.Linear(2, 2), replaced()]
+    with belady.virtualize(modules, ROOM, policy="floor", engine="auto") as vm:
+        optimizer = torch.optim.SGD([it for module in modules for it in module.parameters()], 0.1)
+        for _ in range(5):
+            modules[1](modules[0](torch.randn(2, 2))).sum().backward()
+            optimizer.step()
+    run = vm.run()
+    assert run is not None
+    assert run.trace.source is Source.EAGER
+    assert run.trace.roots == ("Linear", "Linear")
+    assert run.notes[-1].startswith("engine='eager', since the forward of Linear was replaced")
 
 
 def test_what_does_not_go_together_is_refused() -> None:

@@ -26,6 +26,14 @@ def _known_policy(policy: str) -> str:
     return policy
 
 
+def _known_engine(engine: str) -> str:
+    from belady.eager.limits import ENGINES
+
+    if engine not in ENGINES:
+        raise typer.BadParameter(f"{engine!r} is not one of {', '.join(ENGINES)}")
+    return engine
+
+
 BudgetOption = Annotated[
     str,
     typer.Option("--budget", metavar="BYTES", help="Bytes that the device may hold, e.g. 8GiB."),
@@ -33,6 +41,15 @@ BudgetOption = Annotated[
 PolicyOption = Annotated[
     str,
     typer.Option("--policy", metavar="NAME", help="How to plan.", callback=_known_policy),
+]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        help="What carries the plan out: eager, graph, inductor or auto.",
+        callback=_known_engine,
+    ),
 ]
 HostBudgetOption = Annotated[
     str | None,

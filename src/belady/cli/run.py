@@ -11,6 +11,7 @@ from belady.cli.exits import UNVERIFIED
 from belady.cli.options import (
     BudgetOption,
     DiskBudgetOption,
+    EngineOption,
     HostBudgetOption,
     ModuleOption,
     PolicyOption,
@@ -20,6 +21,7 @@ from belady.cli.options import (
 )
 from belady.cli.progress import Progress
 from belady.cli.show import note
+from belady.errors import BeladyError
 from belady.ir.files import save
 from belady.units import parse_bytes
 
@@ -31,6 +33,7 @@ def run(
     command: ScriptArgument,
     budget: BudgetOption,
     policy: PolicyOption = "auto",
+    engine: EngineOption = "eager",
     host_budget: HostBudgetOption = None,
     disk_budget: DiskBudgetOption = None,
     spill_dir: SpillDirOption = None,
@@ -59,10 +62,16 @@ def run(
         spill_dir=spill_dir,
         policy=policy,
         exact=exact,
+        engine=engine,
     )
     options = LaunchOptions(limits, module=module, recorded=report is not None)
     with Progress() as progress:
-        launched = run_script(command[0], command[1:], options=options, progress=progress)
+        try:
+            launched = run_script(command[0], command[1:], options=options, progress=progress)
+        except BeladyError:
+            raise
+        except ValueError as error:  # options that do not go together; a script's are shown
+            raise typer.BadParameter(str(error)) from error
     _write(launched, report)
     raise typer.Exit(_exit_code(launched, verify))
 

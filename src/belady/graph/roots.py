@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -64,8 +64,8 @@ class Roots:
             return False
         if doors.is_compiled(module):
             raise ValueError(
-                f"{type(module).__name__} is compiled already, and engine='graph' compiles it: "
-                "hand over the module itself, without torch.compile"
+                f"{type(module).__name__} is compiled already, which engine='graph' does itself: "
+                "hand over the module without torch.compile, or use engine='eager'"
             )
         if is_patched(module):
             raise ValueError(
@@ -78,19 +78,6 @@ class Roots:
         self._places.append(place)
         self.roots.append(module)
         return True
-
-    def enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
-        """Refuse to manage a call that is under way.
-
-        Raises
-        ------
-        RuntimeError
-            Always: its forward was looked up before.
-        """
-        raise RuntimeError(
-            f"a call of {type(module).__name__} that is under way cannot be captured: add the "
-            "module before it is called, or use engine='eager'"
-        )
 
     def whole(self) -> AbstractContextManager[None]:
         """Refuse to manage what is saved outside the roots.
