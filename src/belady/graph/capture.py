@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -194,16 +195,19 @@ def backend_of(host: Host, *, strict: bool = False) -> Callable[..., Any]:
     """A backend for `torch.compile` whose graphs ``host`` decides over.
 
     What it cannot carry out runs as Dynamo captured it, op by op under autograd; with ``strict`` it
-    raises `TraceError` instead.
+    raises `TraceError` instead. Whoever calls holds ``host``: torch holds every backend for good.
     """
+    known = weakref.ref(host)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        alive = known()
+        assert alive is not None
         try:
-            return doors.compile_joint(module, inputs, Captured(host))
+            return doors.compile_joint(module, inputs, Captured(alive))
         except TraceError as error:
             if strict:
                 raise
-            host.not_captured(str(error))
+            alive.not_captured(str(error))
             return module
 
     return backend

@@ -10,15 +10,17 @@ lifetimes hold: when it lets go of the graph, everything saved goes.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import counters, graph_break_reasons
@@ -115,8 +117,28 @@ def compile_forward(
     graph raises `NotCaptured` before anything of it runs.
     """
     options: Any = {"backend": backend, "dynamic": False, "fullgraph": whole}
-    compiled: Callable[..., Any] = torch.compile(kind.forward, **options)
+    compiled: Callable[..., Any] = torch.compile(_of_its_own(kind.forward), **options)
     return compiled
+
+
+def _of_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` with a code object that nobody else has.
+
+    With the code Dynamo keeps what it captured of it, for good, how often it did (after eight times
+    it gives up) and whether it gave up before; all that is to begin anew, and to go with the model.
+    """
+    function = forward
+    if not isinstance(forward, FunctionType) or str(forward.__module__).startswith("torch."):
+        # Dynamo puts a function of its own, one for all, around one of torch's.
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+    assert isinstance(function, FunctionType)
+    code, names, name = function.__code__.replace(), function.__globals__, function.__name__
+    own = FunctionType(code, names, name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    weakref.finalize(own, remove_from_cache, code).atexit = False
+    return own
 
 
 @contextmanager
