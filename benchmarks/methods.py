@@ -120,7 +120,7 @@ def available(work: Workload, method: str) -> str | None:
 
 def observed(work: Workload) -> Run:
     """What belady knows of the workload after a run at the floor without a cap."""
-    with belady.virtualize(work.model, _UNLIMITED, policy="floor") as vm:
+    with belady.virtualize(work.model, _UNLIMITED, policy="hybrid") as vm:
         _plain(work).iterate(3)
         run = vm.run()
     if run is None:

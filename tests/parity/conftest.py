@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Budget, Plan, Recompute
 from belady.ir.replay import sources
 from belady.ir.trace import Trace
 from belady.planners.replays import cheapest
+from belady.simulate import simulate
 from tests.support.training import repeatable
 
 
@@ -32,7 +35,9 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Whatever is asked for, make again what can be made again."""
     plans: list[Plan] = []
 
-    def everything(_policy: str, trace: Trace, *_: Any, **__: Any) -> Plan:
+    def everything(
+        _policy: str, trace: Trace, hardware: HardwareProfile, *_: Any, **__: Any
+    ) -> Plan:
         chosen: dict[int, Recompute] = {}
         needed: set[int] = set()
         for value in reversed(trace.saved):
@@ -41,7 +46,9 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
                 chosen[value] = replay
                 needed.update(sources(trace, replay))
         made = tuple(Assignment(value, replay) for value, replay in chosen.items())
-        plans.append(Plan(trace.fingerprint, "replays/1", Budget(1 << 30), made))
+        plan = Plan(trace.fingerprint, "replays/1", Budget(1 << 30), made)
+        seconds = simulate(trace, hardware, plan).seconds
+        plans.append(replace(plan, predicted_seconds=seconds))
         return plans[-1]
 
     monkeypatch.setattr("belady.measure.verification.make_plan", everything)

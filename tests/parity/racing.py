@@ -107,7 +107,7 @@ class Observed(NamedTuple):
 def observed(task: Task, step: Step, device: str) -> Observed:
     """Watch the iteration at the floor."""
     training = Training(task, device)
-    with belady.virtualize(training.models, ROOM, policy="floor") as vm:
+    with belady.virtualize(training.models, ROOM, policy="hybrid") as vm:
         training.run(step, range(3))
         run = vm.run()
         assert vm._tracker.conductor is not None

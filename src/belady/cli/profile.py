@@ -34,7 +34,7 @@ def profile(
     from belady.eager.limits import Limits
     from belady.launch import LaunchOptions, run_script
 
-    limits = Limits(budget=NO_LIMIT, spill_dir=spill_dir, policy="baseline")
+    limits = Limits(budget=NO_LIMIT, spill_dir=spill_dir, policy="hybrid")
     options = LaunchOptions(limits, module=module, iterations=iterations)
     with Progress() as progress:
         launched = run_script(command[0], command[1:], options=options, progress=progress)

@@ -60,6 +60,7 @@ class Iteration:
         self._sample: Sample | None = None
         self._entered = 0.0
         self._host_seconds = 0.0
+        self._engine_seconds = 0.0  # of them, the engine's own
 
     def begin(self, monitor: Monitor, level: int) -> Sample:
         """The first pass is about to be entered."""
@@ -87,11 +88,13 @@ class Iteration:
         if self._calls is not None:
             self._calls.enter_pass(index)
         self._pair = pair
+        self._engine_seconds -= self._engine.host_seconds if self._engine is not None else 0.0
         self._entered = perf_counter()
 
     def leave(self) -> None:
         """The root returned or raised: take them off."""
         self._host_seconds += perf_counter() - self._entered
+        self._engine_seconds += self._engine.host_seconds if self._engine is not None else 0.0
         self._take_off()
         self._floor.end_pass()
         if self.observation is not None:
@@ -126,7 +129,8 @@ class Iteration:
         if self._monitor is None or self._sample is None:
             raise RuntimeError("an iteration was finished that had not begun")
         sample = self._monitor.end(self._sample)
-        sample.host_seconds = self._host_seconds
+        sample.host_seconds = self._host_seconds - self._engine_seconds
+        sample.engine_seconds = self._engine.host_seconds if self._engine is not None else 0.0
         trace = self.observation.finish(self.optimizer) if self.observation is not None else None
         return sample, trace
 

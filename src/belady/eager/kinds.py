@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from belady.ir.trace import Trace
 from belady.measure.calls import compiled_anything
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Policy, Stage
-from belady.measure.verification import VERIFIED, Trial, Verification, best
+from belady.measure.verification import VERIFIED, Trial, Verification, best, verified
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
@@ -152,7 +152,7 @@ class Planning:
             return
         defaults = kind.engine.defaults if kind.engine is not None else {}
         measured = summarize(kind.samples, kind.peak_bytes, tuple(sorted(defaults.items())))
-        kind.current = replace(kind.current, measured=measured)
+        kind.current = verified(kind.current, measured, kind.samples)
         kind.tried.append(kind.current)
         kind.stage = Stage.STEADY
         kind.trace, better = self._verification.better(

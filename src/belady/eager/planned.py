@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class Planned:
         Saves that were kept because they did not match the plan, by reason.
     missed
         The same, in the iteration under way.
+    host_seconds
+        What taking values over, copying them and bringing them back has cost the host in the
+        iteration under way.
     on_bring
         Called with a content whose bytes have just been asked back (for measuring).
     on_anchor
@@ -107,6 +111,7 @@ class Planned:
         self._ordinal = 0
         self._iteration += 1
         self.missed = 0
+        self.host_seconds = 0.0
 
     def enter_pass(self, index: int) -> None:
         """The saves that follow belong to pass ``index``."""
@@ -176,7 +181,11 @@ class Planned:
         if self.calls is not None and self.calls.strayed and type(entry.decision) is Recompute:
             self._default("the program calls something else, or with other numbers, than observed")
             return self._fallback(tensor)
-        managed = self._managed(tensor, entry) if entry.decision is not None else None
+        managed = None
+        if entry.decision is not None:
+            begun = perf_counter()
+            managed = self._managed(tensor, entry)
+            self.host_seconds += perf_counter() - begun
         iteration = self._iteration
         handle = PlannedKept(tensor, entry.read, iteration) if managed is None else managed
         if entry.value in self._needed:
@@ -266,6 +275,7 @@ class Planned:
             content.take()
         if not isinstance(content, Moved):
             return
+        begun = perf_counter()
         if action.step == OUT:
             content.send(self._tiers[action.value])
         elif action.step == FREE:
@@ -274,6 +284,7 @@ class Planned:
             content.bring()
             if self.on_bring is not None:
                 self.on_bring(content)
+        self.host_seconds += perf_counter() - begun
 
 
 def _is_of(content: Moved | Packed | Recomputed, tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from belady.ir.legality import check
 from belady.ir.plan import Plan
 from belady.measure.monitor import summarize
 from belady.measure.stages import Policy, Stage
-from belady.measure.verification import Trial, Verification, best
+from belady.measure.verification import Trial, Verification, best, verified
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
@@ -108,7 +108,8 @@ class Planning:
         trial, force = kind.trial, kind.force
         if trial is None or force is None:
             return
-        kind.trial = replace(trial, measured=summarize(kind.samples, kind.peak_bytes, ()))
+        measured = summarize(kind.samples, kind.peak_bytes, ())
+        kind.trial = verified(trial, measured, kind.samples)
         kind.tried.append(kind.trial)
         kind.stage = Stage.STEADY
         trace, samples = force.drawn.trace, kind.samples

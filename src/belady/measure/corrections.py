@@ -13,6 +13,7 @@ from belady.measure.monitor import Sample
 from belady.simulate import simulate
 
 _HOST_AGREES = 0.95
+_ISSUE_AGREES = 0.8
 # Of all kernels: what is too little to correct, and what no clock explains.
 _KERNELS_AGREE, _KERNELS_AT_MOST = 0.01, 0.3
 # A plan is made again for a smaller margin only where the smaller one lets in clearly more.
@@ -21,26 +22,45 @@ MARGIN_AT_LEAST = 0.05
 _LOSES = 1.01
 
 
-def with_host_of(
-    trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
-) -> Trace | None:
+def with_host_of(trace: Trace, samples: Sequence[Sample]) -> Trace | None:
     """The trace with host seconds as unobserved iterations show them; None if they agree.
 
     Watching slows the host down, so the seconds of an observed iteration are upper bounds. What
     the host spent in the roots of an iteration that nobody watched is another: in a busy launch
-    queue it contains waiting for the device, and what it issued for the plan besides. The smaller
-    one holds.
+    queue it contains waiting for the device. The smaller one holds.
     """
     if trace.device == "cpu":
         # The host runs the ops itself: its own share was measured apart.
         return None
-    spent = min(sample.host_seconds for sample in samples) - _issued_in_forward(plan, hardware)
+    spent = min(sample.host_seconds for sample in samples)
     watched = sum(op.host_seconds for op in trace.ops if op.phase is Phase.FORWARD)
     if not 0 < spent < _HOST_AGREES * watched:
         return None
     share = spent / watched
     ops = tuple(replace(op, host_seconds=op.host_seconds * share) for op in trace.ops)
     return replace(trace, ops=ops)
+
+
+def with_issue_of(
+    hardware: HardwareProfile, plan: Plan, samples: Sequence[Sample]
+) -> HardwareProfile | None:
+    """The machine with what issuing a copy or a digest took under ``plan``; None if it agrees.
+
+    The probe issues many small copies and nothing else. In an iteration the host takes a value over
+    first, its caches are full of other things, and copies under way take its memory's bandwidth.
+    """
+    if hardware.device == "cpu":
+        return None
+    moved = sum(isinstance(decision, Offload) for decision in plan.decisions.values())
+    replayed = sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
+    spent = min(sample.engine_seconds for sample in samples)
+    if not spent or not moved + replayed:
+        return None
+    issue_s = spent / (2 * moved + replayed)
+    if all(link.issue_s >= _ISSUE_AGREES * issue_s for link in hardware.links if link.issue_s):
+        return None
+    links = [replace(x, issue_s=x.issue_s and max(x.issue_s, issue_s)) for x in hardware.links]
+    return replace(hardware, links=tuple(links))
 
 
 def with_device_of(
@@ -98,12 +118,3 @@ def with_peak_of(plan: Plan, allocator: Allocator, measured: Measured) -> Alloca
     if 2 * (peak - predicted) <= plan.budget.device_bytes - predicted or peak <= predicted:
         return None
     return replace(allocator, margin_bytes=allocator.margin_bytes + peak - predicted)
-
-
-def _issued_in_forward(plan: Plan, hardware: HardwareProfile) -> float:
-    """Host seconds of the copy-outs and digests of a plan."""
-    out = hardware.link(Tier.DEVICE, Tier.HOST)
-    own = hardware.link(Tier.DEVICE, Tier.DEVICE)
-    sends = sum(isinstance(decision, Offload) for decision in plan.decisions.values())
-    digests = sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
-    return sends * (out.issue_s if out else 0.0) + digests * (own.issue_s if own else 0.0)

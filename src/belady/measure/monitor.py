@@ -25,7 +25,8 @@ from belady.memory.tape import END, Tape
 class Sample:
     """One iteration: device events or host times at its ends, and its counts at level 1.
 
-    ``host_seconds`` is what the host spent inside the roots.
+    ``host_seconds`` is what the host spent inside the roots on the program's own account, and
+    ``engine_seconds`` what issuing the plan took it in all; 0 where nobody counts it.
     """
 
     begun: torch.cuda.Event | float
@@ -36,6 +37,7 @@ class Sample:
     stall_seconds: float = 0.0
     moved: tuple[Moved, ...] = ()
     host_seconds: float = 0.0
+    engine_seconds: float = 0.0
     tape: Tape | None = None
 
     @property

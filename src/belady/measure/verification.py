@@ -17,11 +17,13 @@ from belady.measure.corrections import (
     with_device_of,
     with_gap_of,
     with_host_of,
+    with_issue_of,
     with_peak_of,
 )
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.planners import plan as make_plan
+from belady.simulate import simulate
 from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
@@ -54,6 +56,12 @@ class Trial:
         return m is None or max(m.peak(Tier.DEVICE), m.reserved_bytes) <= (
             self.plan.budget.device_bytes
         )
+
+
+def verified(trial: Trial, measured: Measured, samples: Sequence[Sample]) -> Trial:
+    """The trial with what was measured, on the machine as it showed itself."""
+    hardware = with_issue_of(trial.hardware, trial.plan, samples) or trial.hardware
+    return replace(trial, hardware=hardware, measured=measured)
 
 
 class Verification:
@@ -136,14 +144,13 @@ class Verification:
         plan, hardware, measured = last.plan, last.hardware, last.measured
         if measured is None or len(tried) > _REPLANS:
             return trace, None
-        corrected = with_host_of(trace, plan, hardware, samples)
-        corrected = with_device_of(corrected or trace, plan, hardware, samples) or corrected
+        trace = with_host_of(trace, samples) or trace
+        trace = with_device_of(trace, plan, hardware, samples) or trace
         gap = with_gap_of(trace, plan, hardware.allocator, measured)
         peak = with_peak_of(plan, gap or hardware.allocator, measured)
         allocator = peak or gap
-        if corrected is None and allocator is None:
+        if allocator is None and simulate(trace, hardware, plan).seconds == plan.predicted_seconds:
             return trace, None
-        trace = corrected or trace
         if allocator is not None:
             hardware = replace(hardware, allocator=allocator)
         try:

@@ -3,10 +3,16 @@ from dataclasses import replace
 import pytest
 
 from belady.ir.hardware import Allocator, Link
-from belady.ir.plan import Budget, Offload
+from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
-from belady.measure.corrections import with_device_of, with_gap_of, with_host_of, with_peak_of
+from belady.measure.corrections import (
+    with_device_of,
+    with_gap_of,
+    with_host_of,
+    with_issue_of,
+    with_peak_of,
+)
 from belady.measure.monitor import Sample
 from tests.unit.simulate.cases import gpu, machine, plan_of, trace_of
 
@@ -28,25 +34,38 @@ def sample(seconds: float) -> Sample:
 
 
 def test_the_host_is_as_fast_as_the_fastest_unwatched_iteration():
-    corrected = with_host_of(TRACE, PLAN, gpu(), [sample(3.0), sample(2.0)])
+    corrected = with_host_of(TRACE, [sample(3.0), sample(2.0)])
     assert corrected is not None
     assert [op.host_seconds for op in corrected.ops] == [0.5] * 4
 
 
-def test_what_a_plan_issues_is_not_the_programs_own():
-    out = Link(Tier.DEVICE, Tier.HOST, ((1, 1.0),), 1.0, 0.0, "pcie", issue_s=1.0)
-    corrected = with_host_of(TRACE, PLAN, machine(out), [sample(3.0)])
-    assert corrected is not None
-    assert [op.host_seconds for op in corrected.ops] == [0.5] * 4
+OUT = Link(Tier.DEVICE, Tier.HOST, ((1, 1.0),), 1.0, 0.0, "pcie", issue_s=1.0)
+BACK = Link(Tier.HOST, Tier.DEVICE, ((1, 1.0),), 1.0, 0.0, "pcie", issue_s=2.0)
+DISK = Link(Tier.HOST, Tier.DISK, ((1, 1.0),), 1.0, 0.0, "disk")
+
+
+def issuing(seconds: float) -> Sample:
+    return Sample(1, 0.0, engine_seconds=seconds)
+
+
+def test_issuing_takes_what_it_took_under_the_plan():
+    found = with_issue_of(machine(OUT, BACK, DISK), PLAN, [issuing(9.0), issuing(6.0)])
+    assert found is not None
+    assert [link.issue_s for link in found.links] == [3.0, 3.0, 0.0]
+
+
+@pytest.mark.parametrize(("plan", "seconds"), [(PLAN, 2.0), (PLAN, 0.0), (plan_of(TRACE), 6.0)])
+def test_what_the_probe_found_stays_where_a_plan_says_no_more(plan: Plan, seconds: float):
+    assert with_issue_of(machine(OUT, BACK), plan, [issuing(seconds)]) is None
 
 
 @pytest.mark.parametrize("seconds", [3.9, 5.0, 0.0])
 def test_host_seconds_that_agree_or_mean_nothing_change_nothing(seconds: float):
-    assert with_host_of(TRACE, PLAN, gpu(), [sample(seconds)]) is None
+    assert with_host_of(TRACE, [sample(seconds)]) is None
 
 
 def test_on_a_cpu_the_hosts_share_was_measured_apart():
-    assert with_host_of(replace(TRACE, device="cpu"), PLAN, gpu(), [sample(1.0)]) is None
+    assert with_host_of(replace(TRACE, device="cpu"), [sample(1.0)]) is None
 
 
 def test_a_flushed_cache_widens_the_margin():
