@@ -315,6 +315,8 @@ class Kind(enum.Enum):
         (1, True),
         (1, 1.0),
         (0.0, -0.0),
+        (complex(1, 0.0), complex(1, -0.0)),
+        (np.float32(0), np.float32(-0.0)),
         (np.float32(1), np.float32(2)),
         (np.int64(1), np.int64(2)),
         (Kind.ONE, Kind.TWO),

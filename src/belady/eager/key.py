@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from belady.memory.geometry import shape_of
+
 Key = tuple[Any, ...]
 
 
@@ -55,7 +57,7 @@ def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter
 
 def _geometry(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
-        stride = leaf.stride() if leaf.layout is torch.strided else ()
-        return (leaf.shape, stride, leaf.dtype, leaf.device, leaf.requires_grad)
+        stride = leaf.stride() if leaf.layout is torch.strided and not leaf.is_nested else ()
+        return (shape_of(leaf), stride, leaf.dtype, leaf.device, leaf.requires_grad)
     # Not numbers: a schedule's coefficient or a step count would make every pass a kind of its own.
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)

@@ -12,7 +12,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from math import copysign
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -273,8 +272,8 @@ def _flatten(items: Iterable[Any], into: list[Any]) -> bool:
             continue
         if kind in _PLAIN or isinstance(item, _NUMBERS):
             into.append(item)
-            if item == 0 and kind is float:
-                into.append(copysign(1.0, item))
+            if isinstance(item, _WITH_SIGN):
+                into.append(repr(item))  # 0 equals -0
         elif isinstance(item, torch.nn.Parameter):
             into.append(id(item))
         elif isinstance(item, (tuple, list)):
@@ -295,3 +294,4 @@ _LASTING = frozenset(
 )
 _PLAIN = _LASTING | {type, types.FunctionType}
 _NUMBERS = (np.generic, enum.Enum)
+_WITH_SIGN = (float, complex, np.inexact)

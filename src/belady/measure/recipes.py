@@ -111,7 +111,7 @@ def draft(
         Number of the value that a tensor shows; -1 where it is not recorded.
     """
     name = str(func)
-    if name not in REPLAYABLE:
+    if name not in REPLAYABLE or any(it.is_nested for it in tensors_in((args, *kwargs.values()))):
         return None
     if name in _BATCH_NORMS:
         if not args[_TRAINING]:

@@ -30,6 +30,7 @@ from belady.measure.records import (
     written_arguments,
 )
 from belady.measure.trials import Trials
+from belady.memory.geometry import shape_of
 
 # Autograd's bookkeeping: no kernel, no bytes, and not the same number in every mode.
 _DETACH = torch.ops.aten.detach.default
@@ -103,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def packed(self, tensor: torch.Tensor, pass_index: int, ordinal: int) -> int:
         """Autograd saves ``tensor``; gives the number of this save."""
         value = self._value_of(tensor)
-        strided = tensor.layout is torch.strided
+        strided = tensor.layout is torch.strided and not tensor.is_nested
         save = RawSave(
             value,
             pass_index,
@@ -111,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             len(self.ops),
             _newest_node(),
             self.modules[-1] if self.modules else "",
-            tuple(tensor.shape),
+            shape_of(tensor),
             tuple(tensor.stride()) if strided else (),
             int(tensor.storage_offset()) if strided else 0,
             str(tensor.dtype).removeprefix("torch."),
@@ -208,7 +209,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             communicates=name.startswith(("c10d", "_c10d_functional")),
         )
         operands = list(tensors_in((*args, *kwargs.values())))
-        self.shapes.append(tuple(tuple(tensor.shape) for tensor in operands))
+        self.shapes.append(tuple(map(shape_of, operands)))
         reads = []
         for position, tensor in enumerate(operands):
             value = self._value_of(tensor)

@@ -67,6 +67,12 @@ def content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return content.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of ``tensor``; empty for a nested tensor that has none."""
+    nested = tensor.is_nested and tensor.layout is torch.strided
+    return () if nested else tuple(tensor.shape)
+
+
 def movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether the tensor's bytes may be moved and brought back by belady.
 
