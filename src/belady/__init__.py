@@ -32,6 +32,7 @@ from belady.errors import (
 
 if TYPE_CHECKING:
     from belady.eager.save_on import save_on
+    from belady.sections.cross_entropy import cross_entropy
     from belady.virtual import VirtualMemory, virtualize
 
 __all__ = [
@@ -51,12 +52,14 @@ __all__ = [
     "TraceError",
     "VirtualMemory",
     "__version__",
+    "cross_entropy",
     "save_on",
     "virtualize",
 ]
 
 _LAZY = {
     "VirtualMemory": "belady.virtual",
+    "cross_entropy": "belady.sections.cross_entropy",
     "save_on": "belady.eager.save_on",
     "virtualize": "belady.virtual",
 }

@@ -35,7 +35,12 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
 # The package itself names what `virtual` and those below it define.
 ROOT_RANK = RANK["virtual"]
-PUBLIC = {"virtualize": "virtual", "VirtualMemory": "virtual", "save_on": "eager"}
+PUBLIC = {
+    "virtualize": "virtual",
+    "VirtualMemory": "virtual",
+    "save_on": "eager",
+    "cross_entropy": "sections",
+}
 WITHOUT_TORCH = [
     part
     for part in ("ir", "simulate", "planners", "report", "explain")

@@ -32,6 +32,7 @@ NAMES = [
     "TraceError",
     "VirtualMemory",
     "__version__",
+    "cross_entropy",
     "save_on",
     "virtualize",
 ]
