@@ -66,6 +66,8 @@ class Hub:
 
     def sweep(self) -> None:
         """Do the duties queued; never called by a finalizer or a worker."""
+        if not self.dropped:
+            return
         with self._sweeping:
             while self.dropped:
                 duty = self.dropped.popleft()

@@ -81,12 +81,16 @@ class HostArena:
         self._budget = None if budget_bytes is None else budget_bytes // PAGE * PAGE
         self._pages = pages or (PinnedPages() if pin else Pages())
         self._slabs: list[_Slab] = []
+        # Blocks given back, by bytes asked for: a plan takes the same sizes in every iteration, and
+        # to find and to cut a range takes the host longer than all else of an allocation.
+        self._ready: dict[int, list[Block]] = {}
         self._lock = threading.Lock()
         self.slab_bytes = 0
         self.used_bytes = 0
         self.peak_bytes = 0
         # Memory that is unmapped while it is registered poisons the address for CUDA.
-        weakref.finalize(self, _drop, self._pages, self._slabs, os.getpid()).atexit = False
+        mine = (self._pages, self._slabs, self._ready, os.getpid())
+        weakref.finalize(self, _drop, *mine).atexit = False
 
     def alloc(self, nbytes: int) -> Block:
         """Take a block of ``nbytes`` bytes (held in whole pages).
@@ -100,14 +104,11 @@ class HostArena:
         if held == 0:
             return Block(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, (), None, 0, 0)
         with self._lock:
-            slab = self._fitting(held) or self._grow(held)
-            part = slab.extents.take(held)
-            if part is None:
-                raise ValueError(f"a slab of {slab.nbytes} bytes cannot hold {held}")
+            ready = self._ready.get(nbytes)
+            block = ready.pop() if ready else self._cut(nbytes, held)
             self.used_bytes += held
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            view = slab.view[part.start : part.start + nbytes]
-            return Block(view, nbytes, part.fences, slab, part.start, held)
+            return block
 
     def free(self, block: Block, fences: Iterable[Fence] = ()) -> None:
         """Give ``block`` back; ``fences`` are the copies that may still touch it. Idempotent."""
@@ -115,7 +116,10 @@ class HostArena:
             slab, block._slab = block._slab, None
             if slab is None or slab not in self._slabs:  # the second: freed after `close`
                 return
-            slab.extents.give(block._start, block._held, latest((*block.fences, *fences)))
+            after = latest((*block.fences, *fences))
+            # Another object: who frees this one twice must not free its next owner's.
+            kept = Block(block.tensor, block.nbytes, after, slab, block._start, block._held)
+            self._ready.setdefault(block.nbytes, []).append(kept)
             self.used_bytes -= block._held
 
     def reserve(self, nbytes: int) -> None:
@@ -129,6 +133,7 @@ class HostArena:
         with self._lock:
             missing = round_up(nbytes) - self.slab_bytes
             if missing > 0:
+                self._join()
                 self._add_slab(self._within_budget(missing, missing))
 
     def reset_peak(self) -> None:
@@ -142,8 +147,24 @@ class HostArena:
         A mapping whose block is still held somewhere is unmapped when that block dies.
         """
         with self._lock:
+            self._join()
             _unpin_all(self._pages, self._slabs)
             self.slab_bytes = self.used_bytes = 0
+
+    def _cut(self, nbytes: int, held: int) -> Block:
+        slab = self._fitting(held)
+        if slab is None:
+            self._join()
+            slab = self._fitting(held) or self._grow(held)
+        part = slab.extents.take(held)
+        if part is None:
+            raise ValueError(f"a slab of {slab.nbytes} bytes cannot hold {held}")
+        view = slab.view[part.start : part.start + nbytes]
+        return Block(view, nbytes, part.fences, slab, part.start, held)
+
+    def _join(self) -> None:
+        """Make free ranges of the blocks given back, so that other sizes fit."""
+        _join(self._ready)
 
     def _fitting(self, held: int) -> _Slab | None:
         """Slab whose smallest fitting range is the best."""
@@ -194,9 +215,18 @@ class HostArena:
             _unpin_all(self._pages, [slab])
 
 
-def _drop(pages: Pages, slabs: list[_Slab], process: int) -> None:
+def _join(ready: dict[int, list[Block]]) -> None:
+    while ready:
+        _, blocks = ready.popitem()
+        for block in blocks:
+            if block._slab is not None:
+                block._slab.extents.give(block._start, block._held, block.fences)
+
+
+def _drop(pages: Pages, slabs: list[_Slab], ready: dict[int, list[Block]], process: int) -> None:
     """Unpin for an arena that died unclosed; a forked child has no CUDA to tell."""
     if os.getpid() == process:
+        _join(ready)
         _unpin_all(pages, slabs)
 
 

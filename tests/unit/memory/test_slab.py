@@ -246,3 +246,31 @@ def test_threads_share_an_arena() -> None:
         thread.join()
     assert wrong == []
     assert arena.used_bytes == 0
+
+
+def test_the_same_bytes_are_given_out_again_for_the_same_size() -> None:
+    arena = HostArena(None, pin=False)
+    first = arena.alloc(5 * PAGE)
+    arena.alloc(PAGE)
+    place = first.tensor.data_ptr()
+    arena.free(first)
+    assert arena.alloc(5 * PAGE).tensor.data_ptr() == place
+
+
+def test_blocks_given_back_are_joined_for_a_larger_one() -> None:
+    arena = HostArena(4 * PAGE, pin=False)
+    blocks = [arena.alloc(PAGE) for _ in range(4)]
+    for block in blocks:
+        arena.free(block)
+    assert arena.alloc(4 * PAGE).nbytes == 4 * PAGE
+
+
+def test_freeing_twice_frees_nothing_of_the_next_owner() -> None:
+    arena = HostArena(PAGE, pin=False)
+    first = arena.alloc(PAGE)
+    arena.free(first)
+    second = arena.alloc(PAGE)
+    arena.free(first)
+    assert arena.used_bytes == PAGE
+    arena.free(second)
+    assert arena.used_bytes == 0
