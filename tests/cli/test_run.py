@@ -162,7 +162,7 @@ def test_profile_writes_the_trace_and_ends_early(
     assert result.exit_code == 0
     assert result.stdout.count("step") == 2  # printed after the call
     assert load(Trace, output) == a_run().trace
-    assert memory.made[0].limits.policy == "baseline"
+    assert memory.made[0].limits.policy == "hybrid"  # its traces say what can be replayed
 
 
 def test_profile_of_nothing(memory: type[FakeMemory], script: Script, tmp_path: Path) -> None:

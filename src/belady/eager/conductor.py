@@ -1,20 +1,16 @@
 """What each iteration does next: observe it, plan it, verify the plan, or simply run it.
 
-A *kind* of iteration is named by its first pass. Every kind is observed twice at the floor (the
-first iteration of a process times library start-up, and creates optimizer state), then planned,
-then verified, then left alone.
+A *kind* of iteration is named by its first pass; `belady.measure.progress` says how one goes on.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from belady.eager.content import Moved
 from belady.eager.cutting import Cutting
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
@@ -30,21 +26,17 @@ from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
 from belady.measure.calls import Learner
 from belady.measure.clock import NoClock, clock_for
-from belady.measure.events import with_events
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
 from belady.measure.observe import undisturbed
+from belady.measure.progress import all_kept
 from belady.measure.stages import Policy, Stage
 from belady.measure.trials import Trials
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
+from belady.memory.contents import Moved
 from belady.planners.moves import MIN_BYTES
-from belady.simulate import simulate
 
-# Iterations in a row with other passes than planned, after which the kind is observed again.
-_DEVIATIONS = 2
-# Iterations observed of one kind before it is left at the floor.
-_OBSERVED = 12
 # Kinds remembered; the oldest is forgotten (shapes that change without end).
 _KINDS = 64
 
@@ -126,7 +118,7 @@ class Conductor:
             if len(self._kinds) > _KINDS:
                 del self._kinds[next(iter(self._kinds))]
         self._planning.check_replays(kind)
-        if kind.current is None or kind.engine is not None:
+        if kind.trial is None or kind.engine is not None:
             self._find_lasting()
         else:
             self._gradients.rest()
@@ -134,11 +126,9 @@ class Conductor:
         observation = self._observation(kind)
         if kind.engine is not None:
             kind.engine.on_bring = None if observation is None else _telling(observation)
-        expected = kind.passes if kind.current is not None else ()
+        expected = kind.passes if kind.trial is not None else ()
         iteration = Iteration(self._floor, kind.engine, expected, observation)
-        steady = kind.stage is Stage.STEADY
-        recorded = steady and self._recording and kind.engine is not None
-        sample = iteration.begin(self._monitor, level=2 if recorded else int(not steady))
+        sample = iteration.begin(self._monitor, level=kind.level(recording=self._recording))
         if kind.engine is not None:
             kind.engine.on_anchor = sample.tape.anchor if sample.tape is not None else None
         return iteration
@@ -165,19 +155,17 @@ class Conductor:
             raise
         self.carrier.sweep()
         passes = tuple(iteration.passes)
-        if kind.current is None:
+        if kind.trial is None:
             self._observed(kind, iteration, trace)
         elif passes != kind.passes or iteration.missed:
-            kind.deviations += 1
-            if kind.deviations >= _DEVIATIONS and kind.observed < _OBSERVED:
-                kind.observe_again()
+            kind.went_otherwise()
         else:
-            kind.deviations = 0
-            self._take_down(kind, sample)
+            self._recording = not kind.recorded(sample) and self._recording
             watched = iteration.observation
             peak = watched.peak_bytes(self._round_bytes) if watched is not None else 0
-            self._planning.iteration_ended(kind, sample, peak)
-        if kind.current is not None:
+            if kind.went_as_planned(sample, peak):
+                self._planning.verify(kind)
+        if kind.trial is not None:
             self._latest = kind
         return stage, sample
 
@@ -198,41 +186,22 @@ class Conductor:
                 if not self._cutting.cut(module, call, self.carrier.device):
                     raise refusal from None
 
-    def _take_down(self, kind: Kind, sample: Sample) -> None:
-        trial = kind.current
-        if sample.tape is not None and trial is not None and trial.measured is not None:
-            kind.current = replace(trial, measured=with_events(trial.measured, sample.tape))
-            self._recording = False
-
     def run(self, versions: tuple[tuple[str, str], ...]) -> Run | None:
         """Everything known of the kind of iteration that ran last under a plan, or None."""
         kind = self._latest
-        if kind is None or kind.trace is None or kind.current is None:
+        if kind is None or kind.trace is None:
             return None
-        trial = kind.current
-        predicted = simulate(kind.trace, trial.hardware, trial.plan)
-        measured = trial.measured or next(
-            (old.measured for old in reversed(kind.tried) if old.plan is trial.plan), None
-        )
         notes = (*self._ordering.said, *self._cutting.said, *self._planning.notes)
-        return Run(kind.trace, trial.hardware, trial.plan, predicted, measured, notes, versions)
+        return kind.run(kind.trace, notes, versions)
 
     @property
     def verified(self) -> bool | None:
         """Whether measured peaks kept to the budget; None before anything was verified."""
-        done = [
-            kind.current.measured
-            for kind in self._kinds.values()
-            if kind.current is not None and kind.current.measured is not None
-        ]
-        if not done:
-            return None
-        budget = self._planning.policy.budget.device_bytes
-        return all(max(m.peak(Tier.DEVICE), m.reserved_bytes) <= budget for m in done)
+        return all_kept(self._kinds.values())
 
     def _observation(self, kind: Kind) -> Observation | None:
         device = self.carrier.device
-        if kind.stage in (Stage.WARM, Stage.TIMED):
+        if kind.watched:
             learns = kind.stage is Stage.TIMED and self._planning.may_replay()
             trials = Trials(Learner(kind.varying), clock_for(device)) if learns else None
             return Observation(device, clock_for(device), self._modules, trials)
@@ -242,9 +211,9 @@ class Conductor:
         return None
 
     def _observed(self, kind: Kind, iteration: Iteration, trace: Trace | None) -> None:
-        kind.observed += 1
         passes, watched = tuple(iteration.passes), iteration.observation
-        if kind.stage is Stage.TIMED and trace and watched and passes == kind.passes:
+        alike = kind.seen(alike=trace is not None and passes == kind.passes)
+        if alike and trace is not None and watched is not None:
             trials, recipes = watched.recorder.trials, Recipes()
             if trials is not None:
                 owners, learner = watched.recorder.owners, trials.learner
@@ -253,11 +222,8 @@ class Conductor:
             if any(self._modules[root] in self._cutting for root, *_ in passes):
                 kind.numerics = ("sections",)
             self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
-        elif kind.observed >= _OBSERVED:
-            # No two alike: it stays at the floor, which needs no plan.
-            kind.stage = Stage.STEADY
         else:
-            kind.stage, kind.passes, kind.warm = Stage.TIMED, passes, trace
+            kind.passes, kind.warm = passes, trace
 
 
 def _telling(observation: Observation) -> Callable[[Moved], None]:

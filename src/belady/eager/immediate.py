@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from belady.eager.content import Kept, Moved, Packed, Saved
+from belady.eager.content import Kept, Saved
 from belady.errors import SpillError, TierFullError
 from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
+from belady.memory.contents import Moved, Packed
 from belady.memory.geometry import Geometry, movable
 
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr

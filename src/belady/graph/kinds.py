@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from belady.graph.capture import Captured
 from belady.graph.orders import AS_SAVED, orders_of
@@ -11,12 +11,9 @@ from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
 from belady.graph.segments import Fuse
 from belady.ir.plan import Offload, Plan
-from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
-from belady.measure.monitor import Sample
 from belady.measure.observe import undisturbed
-from belady.measure.stages import Stage
-from belady.measure.verification import Trial
+from belady.measure.progress import Progress
 
 # Calls and backwards of an iteration in order: the number of the call, and whether it is forward.
 Order = tuple[tuple[int, bool], ...]
@@ -64,7 +61,7 @@ class Force:
 
 
 @dataclass
-class Kind:
+class Kind(Progress):
     """One kind of iteration and what is known of it.
 
     Attributes
@@ -76,43 +73,16 @@ class Kind:
     warm
         Drawn from its first iteration.
     force
-        The plan in force; None while it is observed.
+        The plan in force, ready to be carried out.
     counting
         The same, watched, for the iteration whose bytes are counted; only on a CPU.
-    peak_bytes
-        Device peak of that iteration.
-    trial
-        The plan in force, with what was measured under it.
-    tried
-        Plans that were measured.
-    deviations
-        Iterations in a row that went otherwise.
-    observed
-        Iterations observed so far.
     """
 
-    stage: Stage = Stage.WARM
     graphs: tuple[Captured, ...] = ()
     order: Order = ()
     warm: Drawn | None = None
     force: Force | None = None
     counting: Force | None = None
-    peak_bytes: int = 0
-    samples: list[Sample] = field(default_factory=list)
-    trial: Trial | None = None
-    tried: list[Trial] = field(default_factory=list)
-    deviations: int = 0
-    observed: int = 0
-
-    @property
-    def measured(self) -> Measured | None:
-        """What was measured under the plan in force."""
-        return None if self.trial is None else self.trial.measured
-
-    @property
-    def watched(self) -> bool:
-        """Whether its next iteration is observed."""
-        return self.stage in (Stage.WARM, Stage.TIMED)
 
     def same(self, graphs: Sequence[Captured], order: Order) -> bool:
         """Whether an iteration went as this kind goes."""
@@ -120,9 +90,8 @@ class Kind:
 
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
-        self.stage, self.force, self.warm, self.deviations = Stage.WARM, None, None, 0
-        self.samples, self.tried, self.trial = [], [], None
-        self.counting, self.peak_bytes = None, 0
+        super().observe_again()
+        self.warm = self.force = self.counting = None
 
 
 def settled(drawn: Drawn, before: Drawn | None) -> Drawn:

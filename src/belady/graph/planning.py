@@ -15,12 +15,9 @@ from belady.graph.parts import Drawn, Part
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
-from belady.ir.legality import check
 from belady.ir.plan import Plan
-from belady.measure.monitor import summarize
 from belady.measure.stages import Policy, Stage
-from belady.measure.verification import Trial, Verification, best, verified
-from belady.memory.cap import make_room
+from belady.measure.verification import Trial, Verification
 from belady.memory.carrier import Carrier
 from belady.planners import plan as make_plan
 
@@ -105,38 +102,21 @@ class Planning:
 
     def verify(self, kind: Kind) -> None:
         """Keep the plan that was measured, or put another in force."""
-        trial, force = kind.trial, kind.force
-        if trial is None or force is None:
+        force = kind.force
+        if force is None:
             return
-        measured = summarize(kind.samples, kind.peak_bytes, ())
-        kind.trial = verified(trial, measured, kind.samples)
-        kind.tried.append(kind.trial)
-        kind.stage = Stage.STEADY
-        trace, samples = force.drawn.trace, kind.samples
-        trace, better = self._verification.better(trace, kind.tried, samples, *self._numerics)
+        trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics)
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
-        if better is not None:
-            self._put_in_force(kind, drawn, better)
-            return
-        chosen = best(kind.tried)
-        if chosen is not kind.trial:
+        if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
-            kind.stage, kind.counting = Stage.STEADY, None
 
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
-        plan, device = trial.plan, self._carrier.device
-        verdict = check(drawn.trace, trial.hardware, plan, plan.budget)
         fuse = None if self._inductor is None else self._inductor.fuse
-        kind.trial = trial
-        kind.force = Force.of(kind.graphs, drawn, plan, fuse=fuse)
-        kind.samples, kind.peak_bytes = [], 0
-        kind.stage = Stage.SETTLING
-        if device.type == "cpu":
-            kind.counting = Force.of(kind.graphs, drawn, plan, watched=True)
-        if not plan.moves_nothing:
-            self._carrier.reserve(verdict.host_bytes)
-        make_room(device, trial.room(verdict.peak_bytes))
+        kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse)
+        kind.begin(trial, drawn.trace, self._carrier)
+        if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
+            kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)
 
 
 def part_of(

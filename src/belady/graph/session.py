@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +20,13 @@ from belady.graph.trace import draw
 from belady.graph.watching import Counted, Watched
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
-from belady.measure.events import with_events
 from belady.measure.monitor import Monitor, Sample
+from belady.measure.progress import all_kept
 from belady.measure.stages import Policy, Stage
-from belady.measure.verification import VERIFIED
 from belady.memory.carrier import Carrier
-from belady.simulate.engine import simulate
 
 if TYPE_CHECKING:
     from belady.graph.inductor import Inductor
-
-_DEVIATIONS = 2
-_OBSERVED = 12
 
 
 class Session:
@@ -210,20 +204,16 @@ class Session:
     @property
     def verified(self) -> bool | None:
         """Whether measured peaks kept to the budget; None before anything was verified."""
-        trials = [kind.trial for kind in self._kinds.values() if kind.trial is not None]
-        done = [trial.keeps() for trial in trials if trial.measured is not None]
-        return all(done) if done else None
+        return all_kept(self._kinds.values())
 
     def run(self, versions: tuple[tuple[str, str], ...] = ()) -> Run | None:
         """Everything known of the kind of iteration that ran last under a plan, or None."""
         self._settle()
         kind = self._latest
-        if kind is None or kind.force is None or kind.trial is None:
+        if kind is None or kind.force is None:
             return None
-        trace, plan, hardware = kind.force.drawn.trace, kind.force.plan, kind.trial.hardware
-        predicted = simulate(trace, hardware, plan)
         notes = (*self.notes, *self._planning.notes, *self.left_out())
-        return Run(trace, hardware, plan, predicted, kind.measured, notes, versions)
+        return kind.run(kind.force.drawn.trace, notes, versions)
 
     def left_out(self) -> list[str]:
         """What of the models runs as plain PyTorch, one sentence each."""
@@ -240,15 +230,12 @@ class Session:
         if force is not None:
             landing = None if counted is None else counted.seen
             contents = Contents(self._carrier, force.tiers, landing)
-        steady = kind.stage is Stage.STEADY
-        moves = force is not None and not force.plan.moves_nothing
-        sample = self._monitor.begin(2 if steady and moves and self._recording else int(not steady))
+        sample = self._monitor.begin(kind.level(recording=self._recording))
         self._iteration = Iteration(kind, contents, watched, counted, sample)
         return self._iteration
 
     def _observed(self, iteration: Iteration, watched: Watched, order: Order) -> None:
         kind = iteration.kind
-        kind.observed += 1
         for op in sorted(watched.surprises):
             note = f"{op} lies on other bytes than it was traced with: what is predicted may be off"
             if note not in self.notes:
@@ -257,41 +244,25 @@ class Session:
         if _is_whole(order):
             parts, unseen = watched.finish(), watched.unseen_bytes()
             drawn = draw(parts, self.device, unseen, watched.released)
-        same = drawn is not None and kind.same(iteration.graphs, order)
-        if kind.stage is Stage.TIMED and same and drawn is not None:
+        usable = drawn is not None
+        alike = kind.seen(alike=usable and kind.same(iteration.graphs, order), usable=usable)
+        if alike and drawn is not None:
             self._planning.plan(kind, settled(drawn, kind.warm))
             self._latest = kind
-        elif kind.observed >= _OBSERVED:
-            # No two alike: it stays at the floor, which needs no plan.
-            kind.stage = Stage.STEADY
         else:
-            kind.stage = Stage.WARM if drawn is None else Stage.TIMED
             kind.graphs, kind.order, kind.warm = tuple(iteration.graphs), order, drawn
 
     def _carried_out(self, iteration: Iteration, order: Order) -> None:
         kind = iteration.kind
         self._latest = kind
         if iteration.strayed or not kind.same(iteration.graphs, order):
-            kind.deviations += 1
-            if kind.deviations >= _DEVIATIONS and kind.observed < _OBSERVED:
-                kind.observe_again()
+            kind.went_otherwise()
             return
-        kind.deviations = 0
-        if kind.stage is Stage.SETTLING:
-            counted, kind.counting = iteration.counted, None
-            kind.peak_bytes = 0 if counted is None else counted.peak_bytes
-            kind.stage = Stage.VERIFYING
-        elif kind.stage is Stage.VERIFYING:
-            kind.samples.append(iteration.sample)
-            if len(kind.samples) == VERIFIED:
-                self._planning.verify(kind)
-        else:
-            self._take_down(kind, iteration.sample)
-
-    def _take_down(self, kind: Kind, sample: Sample) -> None:
-        if sample.tape is not None and kind.trial is not None and kind.measured is not None:
-            kind.trial = replace(kind.trial, measured=with_events(kind.measured, sample.tape))
-            self._recording = False
+        self._recording = not kind.recorded(iteration.sample) and self._recording
+        counted, kind.counting = iteration.counted, None
+        peak = 0 if counted is None else counted.peak_bytes
+        if kind.went_as_planned(iteration.sample, peak):
+            self._planning.verify(kind)
 
 
 def _is_whole(order: Order) -> bool:

@@ -11,12 +11,12 @@ import torch
 
 import belady
 from belady.errors import InfeasibleBudgetError
-from belady.graph import planning
 from belady.graph.kinds import Kind
 from belady.graph.session import Session
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
+from belady.measure import progress
 from belady.measure.stages import Stage
 from belady.virtual import VirtualMemory
 from tests.support.models import CNN
@@ -44,8 +44,8 @@ def smallest() -> int:
 
 def trained(measured: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Kind, Run]:
     """Train under a plan of which ``measured`` says what was measured."""
-    real = planning.summarize
-    monkeypatch.setattr(planning, "summarize", lambda *given: measured(real(*given)))
+    real = progress.summarize
+    monkeypatch.setattr(progress, "summarize", lambda *given: measured(real(*given)))
     expected, budget = Training(CNN).run(plain, ITERATIONS), int(smallest() * 1.2)
     training = Training(CNN)
     with belady.virtualize(training.models, budget, policy="lifetime", engine="graph") as vm:

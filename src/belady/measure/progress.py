@@ -1,0 +1,186 @@
+"""How far an engine has come with one kind of iteration: the same for all engines.
+
+A kind is observed twice at the floor (the first iteration of a process times library start-up, and
+creates optimizer state), then planned; the plan settles in one iteration, is verified in the next
+ones, and is then left alone, or corrected and verified again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from belady.ir.legality import check
+from belady.ir.run import Run
+from belady.ir.timeline import Measured
+from belady.ir.trace import Trace
+from belady.measure.events import with_events
+from belady.measure.monitor import Sample, summarize
+from belady.measure.stages import Stage
+from belady.measure.verification import VERIFIED, Trial, Verification, best, verified
+from belady.memory.cap import make_room
+from belady.memory.carrier import Carrier
+from belady.simulate import simulate
+
+# Iterations in a row that went otherwise than planned, after which a kind is observed again.
+_DEVIATIONS = 2
+# Iterations observed of one kind before it is left at the floor.
+_OBSERVED = 12
+
+
+@dataclass
+class Progress:
+    """How far an engine has come with one kind of iteration; engines add what they need to know.
+
+    Attributes
+    ----------
+    trial
+        The plan in force, with what was measured under it; None while the kind is observed.
+    tried
+        Plans that were measured.
+    samples
+        Of the iterations that verify the plan in force.
+    peak_bytes
+        Device peak of a watched iteration under the plan, where no allocator counts it.
+    deviations
+        Iterations in a row that went otherwise than planned.
+    observed
+        Iterations observed so far.
+    """
+
+    stage: Stage = Stage.WARM
+    trial: Trial | None = None
+    tried: list[Trial] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    peak_bytes: int = 0
+    deviations: int = 0
+    observed: int = 0
+
+    @property
+    def watched(self) -> bool:
+        """Whether the next iteration is observed."""
+        return self.stage in (Stage.WARM, Stage.TIMED)
+
+    @property
+    def measured(self) -> Measured | None:
+        """What was measured under the plan in force."""
+        return None if self.trial is None else self.trial.measured
+
+    def level(self, *, recording: bool) -> int:
+        """How much of the next iteration is measured: 0 time, 1 peaks and bytes too, 2 events."""
+        if self.stage is not Stage.STEADY:
+            return 1
+        moves = self.trial is not None and not self.trial.plan.moves_nothing
+        return 2 if recording and moves else 0
+
+    def seen(self, *, alike: bool, usable: bool = True) -> bool:
+        """Count an iteration that was observed; whether it is time to plan.
+
+        Parameters
+        ----------
+        alike
+            Whether it went as the one before.
+        usable
+            Whether the next can be compared with it.
+        """
+        self.observed += 1
+        if self.stage is Stage.TIMED and alike:
+            return True
+        if self.observed >= _OBSERVED:
+            # No two alike: it stays at the floor, which needs no plan.
+            self.stage = Stage.STEADY
+        else:
+            self.stage = Stage.TIMED if usable else Stage.WARM
+        return False
+
+    def begin(self, trial: Trial, trace: Trace, carrier: Carrier) -> None:
+        """Put a plan in force; one that was measured before is not verified again.
+
+        Raises
+        ------
+        PlanMismatchError
+            If it was made for another trace.
+        """
+        verdict = check(trace, trial.hardware, trial.plan, trial.plan.budget)
+        if not trial.plan.moves_nothing:
+            carrier.reserve(verdict.host_bytes)
+        make_room(carrier.device, trial.room(verdict.peak_bytes))
+        self.trial, self.samples, self.peak_bytes = trial, [], 0
+        self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
+
+    def went_otherwise(self) -> None:
+        """Count an iteration that did not go as planned; after some, the kind is observed again."""
+        self.deviations += 1
+        if self.deviations >= _DEVIATIONS and self.observed < _OBSERVED:
+            self.observe_again()
+
+    def went_as_planned(self, sample: Sample, peak_bytes: int = 0) -> bool:
+        """Count an iteration that did; whether it was the last one that verifies the plan.
+
+        Parameters
+        ----------
+        peak_bytes
+            0 unless it was watched.
+        """
+        self.deviations = 0
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        if self.stage is Stage.SETTLING:
+            self.stage = Stage.VERIFYING
+        elif self.stage is Stage.VERIFYING:
+            self.samples.append(sample)
+            return len(self.samples) == VERIFIED
+        return False
+
+    def recorded(self, sample: Sample) -> bool:
+        """Add the events of an iteration to what was measured; whether it has any."""
+        if sample.tape is None or self.trial is None or self.trial.measured is None:
+            return False
+        self.trial = replace(self.trial, measured=with_events(self.trial.measured, sample.tape))
+        return True
+
+    def conclude(
+        self,
+        verification: Verification,
+        trace: Trace,
+        numerics: tuple[str, ...],
+        defaults: tuple[tuple[str, int], ...] = (),
+    ) -> tuple[Trace, Trial | None]:
+        """The trace as it is now known, and what to put in force; None if the plan stays.
+
+        Parameters
+        ----------
+        numerics
+            What can change a bit besides the settings of a plan.
+        defaults
+            Saves that did not match the plan, by reason.
+        """
+        if self.trial is None:
+            return trace, None
+        measured = summarize(self.samples, self.peak_bytes, defaults)
+        self.trial = verified(self.trial, measured, self.samples)
+        self.tried.append(self.trial)
+        self.stage = Stage.STEADY
+        trace, better = verification.better(trace, self.tried, self.samples, *numerics)
+        chosen = better or best(self.tried)
+        return trace, None if chosen is self.trial else chosen
+
+    def observe_again(self) -> None:
+        """Forget the plan: the program has changed."""
+        self.stage, self.trial, self.deviations = Stage.WARM, None, 0
+        self.tried, self.samples, self.peak_bytes = [], [], 0
+
+    def run(
+        self, trace: Trace, notes: tuple[str, ...], versions: tuple[tuple[str, str], ...]
+    ) -> Run | None:
+        """Everything known of the kind; None without a plan in force."""
+        if self.trial is None:
+            return None
+        plan, hardware = self.trial.plan, self.trial.hardware
+        predicted = simulate(trace, hardware, plan)
+        return Run(trace, hardware, plan, predicted, self.trial.measured, notes, versions)
+
+
+def all_kept(kinds: Iterable[Progress]) -> bool | None:
+    """Whether all measured peaks kept to the budget; None before anything was verified."""
+    done = [kind.trial.keeps() for kind in kinds if kind.trial and kind.trial.measured]
+    return all(done) if done else None
