@@ -340,6 +340,15 @@ def test_an_argument_that_cannot_be_compared_is_not_trusted() -> None:
     assert _numbers((torch.ones(2),), {"out": [torch.ones(2)]}) is not None
 
 
+@pytest.mark.parametrize("size", [(1000, 1000), (1024, 1024), (3, 1024, 1024), (1024, 1024, 5)])
+def test_digests_tell_a_square_from_its_transpose(size: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    square = torch.randn(size, generator=generator, dtype=torch.float64)
+    turned = square.transpose(*(at for at, n in enumerate(size) if n >= 1000)).contiguous()
+    content, other = (content_of(it, 0, square.nbytes) for it in (square, turned))
+    assert not torch.equal(digest(content), digest(other))
+
+
 @pytest.mark.parametrize("columns", [1021, 1024, 2042, 512])
 def test_digests_tell_moved_and_turned_tensors_apart(columns: int) -> None:
     generator = torch.Generator().manual_seed(0)

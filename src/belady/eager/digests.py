@@ -16,6 +16,7 @@ from belady.memory.lanes import current_stream
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _STEPS = range(901, 1101, 2)
 _FEW = 1 << 15
+_LEFT = 64
 _AT_ONCE = 64
 _task: Any = torch._C._current_graph_task_id
 
@@ -39,13 +40,15 @@ def _table(words: int) -> tuple[int, int, int]:
 
     The step has no divisor in common with the number of words: then it is no multiple of any size
     of the tensor, and samples that change places are seen. The number of rows is odd: in an even
-    one the highest bits, all turned, would cancel each other out.
+    one the highest bits, all turned, would cancel each other out. And few words are not left over
+    of the last row: of a square matrix with one row more than the step one would be, and each of
+    its words would stay in its column when it is transposed.
     """
     tables = [(words // step, words % step, step) for step in _STEPS if gcd(words, step) == 1]
     odd = [table for table in tables if table[0] % 2]
     if words < 2 * _STEPS[-1] or (not odd and words < _FEW):
         return 1, words, words
-    rows, more, step = min(odd or tables, key=lambda table: table[1])
+    rows, more, step = min(odd or tables, key=lambda table: (table[1] < _LEFT, table[1]))
     return rows, step + more, step
 
 
