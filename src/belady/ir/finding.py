@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from belady.errors import PlanMismatchError
 from belady.ir.drawing import find_draws
-from belady.ir.ops import Mode, Op, Phase
+from belady.ir.ops import FOLDED, Mode, Op, Phase
 from belady.ir.plan import Section
 from belady.ir.stretches import Stretch
 from belady.ir.trace import StorageKind, Trace
@@ -286,6 +286,7 @@ class _Search:
             if value.storage in born and not trace.storages[value.storage].persistent
             for save in value.saves
             if save.op in own and (save.as_input or save.op not in self.norms) and save.shape
+            if FOLDED not in trace.ops[save.op].batch_dims
         }
         if len(sizes) != 1:
             self.refuse(f"its batch cannot be told from what it saves: {sorted(sizes)} samples")

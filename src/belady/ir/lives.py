@@ -124,21 +124,23 @@ class Lives:
         value = self.old.values[index]
         if self.old.storages[value.storage].persistent or value.storage in stretch.full:
             return save
-        if not save.shape or save.shape[0] != stretch.samples:
+        if not save.shape or save.shape[0] % stretch.samples:
             raise PlanMismatchError(
                 f"section {stretch.name!r} cannot be applied: "
                 f"{self.writing.ops[save.op].name} saves a tensor of shape {save.shape}, "
                 "whose first dimension is not the batch"
             )
+        rows = save.shape[0] // stretch.samples
+        start = stretch.start(part) * rows * save.stride[0]
         offset = save.offset
         if index == stretch.given:
             # A copy begins at its own start; a view does not.
-            offset = 0 if stretch.passed_on >= 0 else offset + stretch.start(part) * save.stride[0]
+            offset = 0 if stretch.passed_on >= 0 else offset + start
         elif value.storage in stretch.drawn:
-            offset += stretch.start(part) * save.stride[0]
+            offset += start
             # Drawn before, whatever drew it without sections.
             save = replace(save, as_input=True)
-        return replace(save, shape=(stretch.size(part), *save.shape[1:]), offset=offset)
+        return replace(save, shape=(stretch.size(part) * rows, *save.shape[1:]), offset=offset)
 
     # -- storages ----------------------------------------------------------------------------
 

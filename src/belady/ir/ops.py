@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+# In `Op.batch_dims`: the batch is in the first dimension, and so is something else.
+FOLDED = -1
+
 
 class Phase(StrEnum):
     """Part of the iteration that issues an op; LOSS is forward work outside every root."""
@@ -64,7 +67,8 @@ class Op:
     reads, writes
         Ids of values.
     batch_dims
-        For each tensor operand, the dimension that carries the batch, or None.
+        For each tensor operand, the dimension that carries the batch; `FOLDED` where this is the
+        first, with several rows a sample (tokens); None where there is none.
     forward_op
         For a backward op, the index of the forward op that it differentiates.
     algorithms

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from belady.ir.finding import forward_ops
-from belady.ir.ops import Op
+from belady.ir.ops import FOLDED, Op
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
 
 # Whatever their arguments, these keep samples apart as long as each operand that depends on the
-# batch carries it in its first dimension. Of those that take away, join or part dimensions the
-# result shows it: a batch that was summed over or parted is not there any more in the next op. Ops
-# that may mix samples and keep the shape (a softmax over the batch, a roll) are not among them.
-_APART = frozenset(
+# batch carries it in its first dimension. Ops that may mix samples and keep the shape (a softmax
+# over the batch, a roll) are not among them. They treat every row of the first dimension by itself,
+# or leave the rows in their order, so a sample may have several.
+_ROW_BY_ROW = frozenset(
     name
     for names in (
         "convolution cudnn_convolution mkldnn_convolution slow_conv2d_forward",
@@ -21,7 +21,6 @@ _APART = frozenset(
         "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d",
         "adaptive_max_pool2d adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d",
         "upsample_nearest1d upsample_nearest2d upsample_bilinear2d pixel_shuffle pixel_unshuffle",
-        "constant_pad_nd reflection_pad2d replication_pad2d im2col col2im",
         "relu relu_ threshold threshold_ hardtanh hardtanh_ leaky_relu leaky_relu_ elu elu_ celu",
         "celu_ selu selu_ gelu gelu_ silu silu_ mish mish_ softplus hardswish hardswish_",
         "hardsigmoid hardsigmoid_ sigmoid sigmoid_ log_sigmoid_forward tanh tanh_ _prelu_kernel",
@@ -29,11 +28,28 @@ _APART = frozenset(
         "sign square reciprocal pow pow_ add add_ sub sub_ rsub mul mul_ div div_ addcmul addcmul_",
         "addcdiv maximum minimum where lerp gt lt ge le eq ne logical_not logical_and bitwise_not",
         "masked_fill masked_fill_ clone copy_ contiguous _to_copy detach alias empty_like",
-        "zeros_like ones_like full_like view _unsafe_view reshape flatten t transpose permute",
-        "unsqueeze squeeze expand cat stack split split_with_sizes chunk unbind",
-        "sum mean amax amin max min var var_mean std norm linalg_vector_norm",
+        "zeros_like ones_like full_like view _unsafe_view reshape",
     )
     for name in names.split()
+)
+# What a dropout draws, row by row and for all slices at once. Whether it is one's, a trace does not
+# say: whoever asks knows the modules.
+_DRAWS = frozenset({"bernoulli_", "native_dropout"})
+# These may take away, join or part rows, or give them another place. With one row a sample the
+# result shows it: a batch that was summed over or parted is not there any more in the next op.
+_APART = (
+    _ROW_BY_ROW
+    | _DRAWS
+    | frozenset(
+        name
+        for names in (
+            "constant_pad_nd reflection_pad2d replication_pad2d im2col col2im",
+            "flatten t transpose permute",
+            "unsqueeze squeeze expand cat stack split split_with_sizes chunk unbind",
+            "sum mean amax amin max min var var_mean std norm linalg_vector_norm",
+        )
+        for name in names.split()
+    )
 )
 _NORMS = frozenset(
     {
@@ -43,9 +59,6 @@ _NORMS = frozenset(
         "_batch_norm_with_update",
     }
 )
-# What a dropout draws, for all slices at once. Whether it is one's, a trace does not say: whoever
-# asks knows the modules.
-_DRAWS = frozenset({"bernoulli_", "native_dropout"})
 
 
 def mixing(trace: Trace, section: Section) -> tuple[str, ...]:
@@ -78,29 +91,43 @@ def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
         if trace.values[value].producer < ops[0]
         and not trace.storages[trace.values[value].storage].persistent
     }
+    # Of these, what may have its rows in another order than that of the samples.
+    astray: set[int] = set()
     for at in ops:
         op = trace.ops[at]
         samples = [value in carrying for value in op.reads]
         if any(samples):
             carrying.update(op.writes)
+            if _name(op) not in _ROW_BY_ROW | _DRAWS:
+                astray.update(op.writes)
         reason = _reason(op, any(samples), samples)
+        if not reason and FOLDED in op.batch_dims and astray.intersection(op.reads):
+            reason = "has several rows a sample, which may not be in the order of the samples"
         if reason:
             yield at, reason
 
 
+def _name(op: Op) -> str:
+    return op.name.removeprefix("aten.").split(".")[0]
+
+
 def _reason(op: Op, dependent: bool, samples: list[bool]) -> str:
-    name = op.name.removeprefix("aten.").split(".")[0]
+    name = _name(op)
     if op.random and name not in _DRAWS:
         return "draws random numbers, and slices would draw others than the batch"
     if op.communicates:
         return "communicates"
     if not dependent:
         return ""
-    if name not in _APART | _NORMS | _DRAWS:
+    if name not in _APART | _NORMS:
         return "is not known to act on each sample by itself"
     if not op.batch_dims:
         return "has operands whose batch dimension is not known"
-    if set(op.batch_dims) - {None} != {0}:
+    dims = set(op.batch_dims) - {None}
+    if dims == {FOLDED}:
+        if name not in _ROW_BY_ROW | _DRAWS:
+            return "is not known to act on each row by itself, and a sample has several"
+    elif dims != {0}:
         return "does not have the batch in the first dimension of what it reads"
     # One dimension for each operand, in order; a value read twice stands once among the reads.
     known = zip(samples, op.batch_dims, strict=False)
@@ -108,4 +135,4 @@ def _reason(op: Op, dependent: bool, samples: list[bool]) -> str:
         whole = None in op.batch_dims
     else:
         whole = any(carries and dim is None for carries, dim in known)
-    return "reads what comes from all samples, or has the batch folded into it" if whole else ""
+    return "reads what comes from all samples, or has no dimension of the batch" if whole else ""

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from belady.errors import TraceError
+from belady.ir.ops import FOLDED
 from belady.ir.trace import Trace
 from belady.measure.static import record, static_document
 
@@ -42,34 +43,44 @@ def static_trace_with_batch(
         return trace
     if [op.name for op in larger.ops] != [op.name for op in recorder.ops]:
         return trace
-    return with_batch_dims(trace, recorder.shapes, larger.shapes)
+    ((samples,),) = sizes
+    return with_batch_dims(trace, recorder.shapes, larger.shapes, samples)
 
 
-def with_batch_dims(trace: Trace, shapes: Shapes, larger: Shapes) -> Trace:
+def with_batch_dims(trace: Trace, shapes: Shapes, larger: Shapes, samples: int) -> Trace:
     """Name the batch dimension of every operand of ``trace``.
 
     Parameters
     ----------
     shapes, larger
         Operand shapes op by op: as traced, and with one sample more.
+    samples
+        As traced.
 
     Returns
     -------
     Trace
-        With ``Op.batch_dims``: the dimension that grew by one, or None where there is no single
-        such dimension (a parameter, a batch folded into another dimension).
+        With ``Op.batch_dims``: the dimension that has and grew by a row a sample, `FOLDED` where
+        the first does by several, or None where there is no single such dimension (a parameter).
     """
     ops = (
-        replace(op, batch_dims=tuple(_grown(*pair) for pair in zip(before, after, strict=True)))
+        replace(
+            op,
+            batch_dims=tuple(_grown(*pair, samples) for pair in zip(before, after, strict=True)),
+        )
         for op, before, after in zip(trace.ops, shapes, larger, strict=True)
     )
     return replace(trace, ops=tuple(ops))
 
 
-def _grown(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+def _grown(before: tuple[int, ...], after: tuple[int, ...], samples: int) -> int | None:
     if len(before) != len(after):
         return None
     changed = [dim for dim, size in enumerate(before) if after[dim] != size]
-    if len(changed) != 1 or after[changed[0]] != before[changed[0]] + 1:
+    if len(changed) != 1:
         return None
-    return changed[0]
+    (dim,) = changed
+    rows = after[dim] - before[dim]
+    if before[dim] != rows * samples:
+        return None
+    return dim if rows == 1 else None if dim else FOLDED

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from belady.ir.ops import FOLDED
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.static import static_trace
@@ -28,9 +29,13 @@ def test_the_batch_is_found_and_nothing_else_changes() -> None:
     assert trace.fingerprint == static_trace(module, ((x,), {}), CPU).fingerprint
 
 
-def test_a_folded_batch_is_not_one_dimension() -> None:
+def test_a_batch_folded_into_rows_is_told_from_one_dimension() -> None:
     trace = traced(Block(16, 2), torch.rand(2, 5, 16))
-    assert trace.ops[ops_named(trace, "addmm.default")[0]].batch_dims == (None, None, None)
+    assert trace.ops[ops_named(trace, "addmm.default")[0]].batch_dims == (None, FOLDED, None)
+    # The weight's gradient contracts over the rows, which stand last.
+    assert (None, FOLDED) in {
+        trace.ops[index].batch_dims for index in ops_named(trace, "mm.default")
+    }
     norms = ops_named(trace, "native_layer_norm.default")
     assert {trace.ops[index].batch_dims for index in norms} == {(0, None, None)}
 

@@ -72,14 +72,14 @@ MIXED: list[tuple[Callable[[Tensor], Any], str]] = [
     (lambda x: x.flip(0), "not known to act on each sample"),
     (lambda x: x.roll(1, 0), "not known to act on each sample"),
     (lambda x: x @ (x.T @ x), "first dimension"),
-    (lambda x: torch.cat([x, x]).chunk(2)[0] * 1, "first dimension"),
+    (lambda x: torch.cat([x, x]).chunk(2)[0] * 1, "a sample has several"),
+    (lambda x: torch.cat([x, x]).view(len(x), 2, 4).exp()[:, 0], "order of the samples"),
     (lambda x: x + x.sum(), "comes from all samples"),
     (lambda x: F.normalize(x, dim=0), "first dimension"),
     (lambda x: x + torch.rand_like(x), "draws random numbers"),
     (lambda x: F.dropout(x, 0.5), "draws random numbers"),
     (lambda x: F.instance_norm(x[:, None])[:, 0], "not known to act|folded|first dimension"),
     (lambda x: F.batch_norm(x, None, None, training=True), "not in a BatchNorm module"),
-    (lambda x: x.reshape(-1, 2).exp().reshape(-1, 4), "first dimension"),
 ]
 
 
