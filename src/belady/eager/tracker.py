@@ -138,12 +138,14 @@ class Tracker:
         return result
 
     def _ignored(self, module: torch.nn.Module) -> bool:
-        """Whether this call is no pass: inference, tracing, replay, capture, a copy of a root."""
+        """Whether this call is no pass: inference, tracing, replay, transform, capture, a copy."""
         return (
             self._preparing
             or not torch.is_grad_enabled()
             # Inside a backward: a user's checkpoint runs its function again.
             or torch._C._current_graph_task_id() != -1
+            # The parameters of a call inside a transform may be stand-ins without storages.
+            or torch._C._are_functorch_transforms_active()
             or not any(module is root for root in self.roots)
             # A captured graph would copy to host memory that is somebody else's when it replays.
             or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
