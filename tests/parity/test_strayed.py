@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import belady
-from belady.eager.digests import digest
+from belady.eager.digests import Digests, digest
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Plan, Recompute
 from belady.ir.run import Run
@@ -338,6 +338,22 @@ def test_an_argument_that_cannot_be_compared_is_not_trusted() -> None:
     assert _numbers((object(),), {}) is None
     assert _numbers((1, [np.ones(2)]), {}) is None
     assert _numbers((torch.ones(2),), {"out": [torch.ones(2)]}) is not None
+
+
+def test_replays_that_could_not_be_compared_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests, content = Digests(), torch.zeros(8, dtype=torch.uint8)
+
+    def interrupted(*_: Tensor) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "equal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            digests.compare(digest(content), digest(content))
+    with pytest.raises(PlanMismatchError, match="could not be compared"):
+        digests.demand_equal()
+    digests.forget()
+    digests.demand_equal()
 
 
 @pytest.mark.parametrize("size", [(1000, 1000), (1024, 1024), (3, 1024, 1024), (1024, 1024, 5)])

@@ -134,8 +134,13 @@ class Digests:
         """
         asked, self._pairs = self._pairs, {}
         for pairs in asked.values():
-            with unseen():
-                equal = self._equal(pairs)
+            try:
+                with unseen():
+                    equal = self._equal(pairs)
+            except BaseException:
+                # Also out of memory, or interrupted: nobody may go on with what was not compared.
+                self.refute("bytes that forward saved were made again and could not be compared")
+                raise
             if not equal and not self.wrong:
                 self.refute(
                     "bytes that forward saved were made again and came out otherwise: the program "
