@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 from torch.utils._pytree import tree_iter
 
 from belady.eager.limits import Limits
@@ -142,6 +143,8 @@ class _Roots:
             finally:
                 calls.under_way = False
 
+        # Dynamo comes across it after a graph break; what follows is what it should look at.
+        skip_code(call.__code__)  # type: ignore[attr-defined]
         _set_call(call)
         return self
 

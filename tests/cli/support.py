@@ -98,6 +98,9 @@ class FakeMemory:
     def run(self) -> Run | None:
         return self.run_document
 
+    def report(self) -> str:
+        return "no iteration has been planned yet\nnot captured: something\n"
+
     def close(self) -> None:
         self.closed += 1
         for handle in self._handles:

@@ -41,10 +41,13 @@ def demonstrate(monkeypatch: pytest.MonkeyPatch, result: DemoResult, *options: s
 
 
 def test_everything_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("--device", "cpu", "--budget", "1GiB", "--iterations", "7")
+    options = ("--device", "cpu", "--budget", "1GiB", "--iterations", "7", "--engine", "graph")
     found, seen = demonstrate(monkeypatch, GOOD, *options)
     assert found.exit_code == 0
-    assert seen == {"device": "cpu", "budget": "1GiB", "iterations": 7}
+    assert seen == {
+        **{"device": "cpu", "budget": "1GiB", "iterations": 7},
+        "engine": "graph",
+    }
     lines = found.stdout.splitlines()
     assert lines[0] == "progress"
     assert "It fits" in lines
@@ -76,6 +79,12 @@ def test_a_different_loss_is_pointed_out() -> None:
 
 def test_too_few_iterations_to_verify_are_refused() -> None:
     assert belady("demo", "--iterations", "5").exit_code == 2
+
+
+def test_kernels_with_other_bits_are_refused() -> None:
+    found = belady("demo", "--engine", "inductor")
+    assert found.exit_code == 2
+    assert "have other bits" in found.stderr
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -15,7 +15,7 @@ from belady.cli import app
 from tests.cli.support import belady, child, documents
 
 OPTIONS = {
-    "demo": {"--device", "--budget", "--iterations"},
+    "demo": {"--device", "--budget", "--iterations", "--engine"},
     "doctor": {"--device", "--spill-dir", "--refresh", "--json"},
     "explain": {"--json"},
     "plan": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,18 +76,18 @@ def test_a_module_that_the_script_compiled_is_refused_by_the_engine_that_compile
 
 def test_progress_goes_to_stderr_in_plain_lines(memory: type[FakeMemory], script: Script) -> None:
     result = belady("run", "--budget", "8GiB", script(TRAIN))
-    lines = result.stderr.splitlines()
-    assert len(lines) == 2  # when the phase changes, and the last one
     expected = "belady: iteration 1 (steady): 500 ms, peak 3.00 GiB of 4.00 GiB, waited 250 ms"
-    assert lines == [expected, expected]
+    # When the phase changes, and the last one; then what there is to know.
+    assert result.stderr.splitlines() == [expected, expected, "belady: not captured: something"]
 
 
 def test_report(memory: type[FakeMemory], script: Script, tmp_path: Path) -> None:
-    memory.run_document = a_run()
+    memory.run_document = replace(a_run(), notes=("half of it is not managed",))
     report = tmp_path / "run.json"
     result = belady("run", "--budget", "8GiB", "--report", report, script(TRAIN))
     assert result.exit_code == 0
-    assert load(Run, report) == a_run()
+    assert load(Run, report) == memory.run_document
+    assert "belady: half of it is not managed" in result.stderr.splitlines()
     assert memory.made[0].recording
 
 
@@ -96,6 +97,7 @@ def test_nothing_to_report(memory: type[FakeMemory], script: Script, tmp_path: P
     assert result.exit_code == 0
     assert not report.exists()
     assert "is not written" in result.stderr
+    assert "not captured: something" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_same_output_and_code_as_python(
     managed = python("-m", "belady", "run", "--budget", SMALL, *options)
     assert plain.returncode == 3
     assert (managed.stdout, managed.returncode) == (plain.stdout, 3), managed.stderr
-    assert managed.stderr.splitlines()[-1].startswith("belady: iteration 7 ")
+    assert "\nbelady: iteration 7 " in managed.stderr
     run = load(Run, report)
     assert run.trace.source is (Source.GRAPH if engine == "graph" else Source.EAGER)
     assert not run.plan.moves_nothing

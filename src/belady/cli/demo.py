@@ -8,6 +8,7 @@ import typer
 
 from belady.cli.exits import UNVERIFIED
 from belady.cli.machine import measured
+from belady.cli.options import EngineOption
 from belady.cli.show import show_line
 
 # From the sixth on an iteration is neither watched nor counted.
@@ -24,6 +25,7 @@ def demo(
     iterations: Annotated[
         int, typer.Option("--iterations", min=_FEWEST, help="Training iterations, each way.")
     ] = 30,
+    engine: EngineOption = "eager",
 ) -> None:
     """Train a small network plainly and under a budget, and compare.
 
@@ -31,8 +33,10 @@ def demo(
     """
     from belady.demo import demo as run_demo
 
+    if engine == "inductor":
+        raise typer.BadParameter("the kernels of 'inductor' have other bits than plain PyTorch's")
     measured(device, None)  # refuses a device that is not there
-    result = run_demo(device, budget=budget, iterations=iterations, report=show_line)
+    result = run_demo(device, budget=budget, iterations=iterations, engine=engine, report=show_line)
     for line in ("", *result.report.splitlines(), "", *str(result).splitlines()):
         show_line(line)
     if not result.held:

@@ -79,12 +79,16 @@ def run(
 def _write(launched: Launched, report: Path | None) -> None:
     if launched.vm is None:
         note("no training iteration was seen: nothing was managed")
-    elif report is not None:
-        document = launched.vm.run()
-        if document is None:
-            note(f"no iteration was planned: {report} is not written")
-        else:
-            save(document, report)
+        return
+    document = launched.vm.run()
+    if document is None and report is not None:
+        note(f"no iteration was planned: {report} is not written")
+    elif document is not None and report is not None:
+        save(document, report)
+    # Without a plan the first line says just that, and the others why.
+    said = launched.vm.report().splitlines()[1:] if document is None else document.notes
+    for line in said:
+        note(line)
 
 
 def _exit_code(launched: Launched, verify: bool) -> int:

@@ -33,6 +33,7 @@ def demo(
     *,
     budget: object = None,
     iterations: int = 30,
+    engine: str = "eager",
     report: Report = print,
 ) -> DemoResult:
     """Train the same network plainly and within a budget, and compare.
@@ -45,6 +46,8 @@ def demo(
         Bytes; None is what everything but the saved values needs, and a quarter of those.
     iterations
         Of each training; the peak is known after `VERIFIED_AFTER`.
+    engine
+        What carries the plan out; one that leaves bits as they are.
     report
         Told of progress, line by line.
 
@@ -77,7 +80,7 @@ def demo(
         del plain
         report(f"within a budget of {format_bytes(nbytes)}:")
         ours = Training(digits)
-        with VirtualMemory([ours.model], Limits(nbytes, spill_dir=spill_dir)) as vm:
+        with VirtualMemory([ours.model], Limits(nbytes, spill_dir=spill_dir, engine=engine)) as vm:
             ours.run(iterations, report)
             run, text = vm.run(), vm.report()
         return DemoResult(

@@ -123,10 +123,13 @@ class Captured:
     ----------
     joint, layout
         Of a graph that is differentiated and that this engine can carry out.
+    name
+        What reports call it: the root of which it is a part.
     """
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self.name = ""
         self.joint: Joint | None = None
         self.layout = Layout()
 

@@ -126,9 +126,4 @@ def part_of(
     if graph.joint is None:
         raise RuntimeError("a graph that was not cut cannot be called")
     inputs = [names.of(arg) for arg in args]
-    return Part(call, name_of(call), graph.joint, graph.layout, True, inputs, lasting.kinds)
-
-
-def name_of(call: int) -> str:
-    """What a call is called."""
-    return f"graph {call}"
+    return Part(call, graph.name, graph.joint, graph.layout, True, inputs, lasting.kinds)

@@ -99,14 +99,19 @@ class Roots:
         if self.conductor is not None:
             self.conductor.close()
 
+    def open(self, module: torch.nn.Module) -> Session:
+        """The session, which is told that ``module`` is called; made in the first call of all."""
+        if self.conductor is None:
+            self.conductor = self._prepare(module)
+        self.conductor.calling = type(module).__name__
+        return self.conductor
+
     def compiled(self, module: torch.nn.Module, *, whole: bool = False) -> Callable[..., Any]:
-        """The forward of the class of ``module`` as captured graphs; the first call of all.
+        """The forward of the class of ``module`` as captured graphs.
 
         With ``whole`` a call raises where it is not captured as a whole.
         """
-        if self.conductor is None:
-            self.conductor = self._prepare(module)
-        backend = backend_of(self.conductor, strict=whole)
+        backend = backend_of(self.open(module), strict=whole)
         self._backends[whole] = backend = self._backends.get(whole, backend)
         return doors.compile_forward(type(module), backend, whole=whole)
 
@@ -134,6 +139,7 @@ class _Compiled(Forward):
         if _get_current_dispatch_mode_stack():
             roots.left_out(["a call under a dispatch mode, of which Dynamo captures nothing"])
             return plain_forward(module)(*args, **kwargs)
+        roots.open(module)
         if roots.instead is not None and self._run is None:
             return self._as_a_whole(roots, roots.instead, args, kwargs)
         return self._in_parts(roots, args, kwargs)

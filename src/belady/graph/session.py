@@ -15,7 +15,7 @@ from belady.graph.contents import Contents
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind, Order, settled
 from belady.graph.parts import Part
-from belady.graph.planning import Planning, name_of, part_of
+from belady.graph.planning import Planning, part_of
 from belady.graph.trace import draw
 from belady.graph.watching import Counted, Watched
 from belady.ir.hardware import HardwareProfile
@@ -50,6 +50,8 @@ class Session:
         Why parts of the models run as plain PyTorch, and how often each was met.
     notes
         What a user should know, one sentence each.
+    calling
+        Name of the root whose call is under way, or was the last one.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Session:
         self.device = carrier.device
         self.reasons: Counter[str] = Counter()
         self.notes: list[str] = []
+        self.calling = ""
         self._modules = modules
         self._planning = Planning(modules, policy, hardware, carrier, inductor)
         self._hardware = hardware
@@ -77,7 +80,8 @@ class Session:
         self._closed = False
 
     def captured(self, graph: Captured) -> None:
-        """Every graph is planned when it is first called."""
+        """Name it; it is planned when it is first called."""
+        graph.name = self.calling
 
     def not_captured(self, reason: str) -> None:
         """Count it."""
@@ -149,7 +153,7 @@ class Session:
             names = [watched.names.of(arg) for arg in args]
             joint, layout = state.graph.joint, state.graph.layout
             assert joint is not None
-            part = Part(call, name_of(call), joint, layout, False, names, watched.lasting.kinds)
+            part = Part(call, state.graph.name, joint, layout, False, names, watched.lasting.kinds)
             watched.enter(part, args)
 
     def left_backward(self, state: State, results: Sequence[Any]) -> None:
