@@ -66,6 +66,14 @@ def test_auto_captures_what_an_error_ended_before() -> None:
     assert model.norm.num_batches_tracked == 4
 
 
+def test_auto_goes_on_when_dynamo_gives_up_capturing() -> None:
+    model = layers()
+    with belady.virtualize(model, ROOM, policy="floor", engine="auto") as vm:
+        for size in range(2, 2 * LIMIT + 4):
+            model(torch.ones(size, 4)).sum().backward()
+        assert "recompile limit" in vm.report()
+
+
 def test_auto_takes_the_eager_engine_where_the_program_switches_capture_off() -> None:
     class Off(Strict):
         forward = torch.compiler.disable(Strict.forward)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,7 +49,7 @@ _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 _AUTOGRAD = torch._C.DispatchKey.Autograd
 _VERSION_KEYS = {_AUTOGRAD, torch._C.DispatchKey.CompositeImplicitAutograd}
 
-NotCaptured = TorchDynamoException
+NotCaptured = TorchDynamoException, FailOnRecompileLimitHit
 
 Runner = Callable[[list[Any]], Any]
 
@@ -114,7 +114,7 @@ def compile_forward(
     """The forward of a class, called with the module, captured graph by graph.
 
     A size that changes gets graphs of its own. With ``whole`` a call that is not captured as one
-    graph raises `NotCaptured` before anything of it runs.
+    graph raises one of `NotCaptured` before anything of it runs.
     """
     options: Any = {"backend": backend, "dynamic": False, "fullgraph": whole}
     compiled: Callable[..., Any] = torch.compile(_of_its_own(kind.forward), **options)
