@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import belady
@@ -44,13 +45,46 @@ class Wide(nn.Module):
         return self.head(self.features(x).flatten(1))
 
 
-class Feedforward(nn.Module):
-    """The part of a transformer's block whose middle is the largest tensor."""
+class Gated(nn.Module):
+    """Has a forward of its own, as the MLP of most language models."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.gate = nn.Linear(16, 512)
+        self.up = nn.Linear(16, 512)
+        self.down = nn.Linear(512, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Scaled(Gated):
+    """Is called with more than one tensor."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, scale=0.5)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 16), nn.Dropout(0.1))
+
+
+class Feedforward(nn.Module):
+    """The part of a transformer's block whose middle is the largest tensor."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.mlp = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 16), nn.Dropout(0.1))
+        self.mlp = mlp
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +104,9 @@ def images(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 WIDE = Task("wide", lambda: [Wide()], images)
 DROPPING = Task("wide with dropout", lambda: [Wide(nn.Dropout(0.2))], images)
 
-TOKENS = Task("tokens", lambda: [Feedforward()], sequences)
+TOKENS = Task("tokens", lambda: [Feedforward(perceptron())], sequences)
+SCALED = Task("tokens with an argument", lambda: [Feedforward(Scaling())], sequences)
+GATED = Task("tokens with a gate", lambda: [Feedforward(Gated())], sequences)
 
 
 def needed(policy: str, exact: bool = False, task: Task = WIDE) -> int:
@@ -87,7 +123,7 @@ def trained(budget: int, policy: str, task: Task) -> tuple[Training, Run]:
     with belady.virtualize(training.models, budget, policy=policy) as vm:
         training.run(plain, ITERATIONS)
         run = vm.run()
-        assert re.search(r"(features|mlp)\.\d to \1\.\d run in", vm.report())
+        assert re.search(r"(features|mlp)(\.\d to \1\.\d)? runs? in", vm.report())
     assert run is not None
     return training, run
 
@@ -100,6 +136,7 @@ def trained(budget: int, policy: str, task: Task) -> tuple[Training, Run]:
         ("tvdnn_ilp", WIDE),
         ("auto", DROPPING),
         ("auto", TOKENS),
+        ("auto", GATED),
     ],
     ids=str,
 )
@@ -115,6 +152,13 @@ def test_a_budget_below_one_op_trains_in_slices(policy: str, task: Task) -> None
     assert run.measured.peak(Tier.DEVICE) <= budget
     assert run.measured.defaults == ()
     assert run.plan.numerics == ("sections",)
+
+
+def test_what_is_called_with_more_than_one_tensor_runs_as_it_is_called() -> None:
+    training = Training(SCALED)
+    with belady.virtualize(training.models, int(needed("floor", task=SCALED) * 0.6)) as vm:
+        training.run(plain, range(3))
+        assert "Note: mlp runs in" in vm.report()
 
 
 @pytest.mark.parametrize("policy", ["auto", "tvdnn_greedy"])

@@ -84,13 +84,15 @@ class Cutting:
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:
-    """Paths of the children of every Sequential in ``model``."""
+    """Paths of the children of every Sequential in ``model``, then of others, innermost first."""
     found = []
     for name, module in model.named_modules():
         if is_sequential(module):
             prefix = f"{name}." if name else ""
             found.append(tuple(f"{prefix}{child}" for child, _ in module.named_children()))
-    return found
+    chained = {name for chain in found for name in chain}
+    alone = [name for name, _ in model.named_modules() if name and name not in chained]
+    return found + [(name,) for name in sorted(alone, key=lambda name: -name.count("."))]
 
 
 def _may(
@@ -131,14 +133,16 @@ class _Input(NamedTuple):
 
 @contextmanager
 def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[None]:
-    """Take down what each module is called with first."""
+    """Take down what each module is called with first, if that is one tensor."""
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        given = args[0] if len(args) == 1 else None
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if len(args) == 1 and not kwargs else None
         if module not in into and isinstance(given, torch.Tensor) and given.dim():
             into[module] = _Input(given.shape, given.dtype, given.requires_grad)
 
-    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    handles = [
+        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
+    ]
     try:
         yield
     finally:
@@ -148,7 +152,8 @@ def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[
 
 def _sentence(section: Section) -> str:
     ends: Sequence[str] = list(dict.fromkeys((section.modules[0], section.modules[-1])))
+    run = "run" if len(ends) > 1 else "runs"
     return (
-        f"{' to '.join(ends)} run in {section.slices} slices along the batch, since one op was "
+        f"{' to '.join(ends)} {run} in {section.slices} slices along the batch, since one op was "
         "over the budget: results differ from plain PyTorch by the order of sums"
     )
