@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -186,6 +186,11 @@ class DiskStore:
             for part in extent.ranges:
                 self._extents.give(part.start, part.nbytes)
                 self.used_bytes -= part.nbytes
+
+    def free_all(self, extents: Iterable[Extent]) -> None:
+        """Give several extents back."""
+        for extent in extents:
+            self.free(extent)
 
     def reset_peak(self) -> None:
         """Start a new peak from what is used now."""

@@ -18,7 +18,7 @@ from belady.memory.extents import latest
 from belady.memory.lanes import Fence, Lanes
 from belady.memory.meter import Meter
 from belady.memory.slab import Block, HostArena
-from belady.memory.tickets import Extent, Ticket
+from belady.memory.tickets import Ticket
 
 
 class Hub:
@@ -293,9 +293,3 @@ def give_back(hub: Hub, arena: HostArena, block: Block) -> None:
     """Give a block back after a failure, when it is not known which copies were issued."""
     hub.lanes.drain()
     arena.free(block)
-
-
-def free_all(disk: DiskStore, extents: Iterable[Extent]) -> None:
-    """Give several extents back."""
-    for extent in extents:
-        disk.free(extent)

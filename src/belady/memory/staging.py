@@ -23,7 +23,7 @@ from belady.ir.trace import Tier
 from belady.memory.disk import DiskStore
 from belady.memory.extents import PAGE, Extents, Range, round_up
 from belady.memory.lanes import Fence
-from belady.memory.parcels import Arrival, Hub, Parcel, free_all
+from belady.memory.parcels import Arrival, Hub, Parcel
 from belady.memory.slab import HostArena
 from belady.memory.tickets import Extent
 
@@ -194,7 +194,7 @@ class StagedParcel(Parcel):
         except BaseException:
             for piece in self._pieces:
                 piece.settle()
-            free_all(staging.disk, extents)
+            staging.disk.free_all(extents)
             raise
         super().__init__(hub, Tier.DISK, source, home, label)
 
@@ -221,4 +221,4 @@ class StagedParcel(Parcel):
             landed.exception()
         for piece in self._pieces:
             piece.settle()
-        free_all(self._staging.disk, (piece.extent for piece in self._pieces))
+        self._staging.disk.free_all(piece.extent for piece in self._pieces)
