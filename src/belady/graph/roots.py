@@ -49,8 +49,8 @@ class Roots:
         self.instead = instead
         self._prepare = prepare
         self._places: list[_Compiled] = []
-        # By whether they are strict: one object each, by which Dynamo knows its code again.
-        self._backends: dict[bool, Callable[..., Any]] = {}
+        # By function, and whether whole: modules of one class share their graphs.
+        self._forwards: dict[tuple[Any, bool], Callable[..., Any]] = {}
 
     def add(self, module: torch.nn.Module) -> bool:
         """Capture ``module`` from its next call on; False when that is so already.
@@ -111,9 +111,11 @@ class Roots:
 
         With ``whole`` a call raises where it is not captured as a whole.
         """
-        backend = backend_of(self.open(module), strict=whole)
-        self._backends[whole] = backend = self._backends.get(whole, backend)
-        return doors.compile_forward(type(module), backend, whole=whole)
+        session, name = self.open(module), (type(module).forward, whole)
+        if name not in self._forwards:
+            backend = backend_of(session, strict=whole)
+            self._forwards[name] = doors.compile_forward(type(module), backend, whole=whole)
+        return self._forwards[name]
 
     def left_out(self, reasons: list[str]) -> None:
         """Note what of a call was not captured."""
