@@ -17,7 +17,7 @@ from tests.support.models import GPT, VOCABULARY, SmallGPT, Task
 from tests.support.training import Step, Training, at_tight_budget, plain
 
 # Classes, of which the data name few: logits are the largest tensor.
-WIDE = 2048
+WIDE = 1024
 
 
 class Scoring(SmallGPT):
@@ -45,13 +45,13 @@ WHOLE = Task("whole", lambda: [Scoring(False)], GPT.batch, own)
 SLICED = Task("sliced", lambda: [Scoring(True)], GPT.batch, own)
 
 
-@pytest.mark.parametrize("policy", ["auto", "hybrid", "floor"])
+@pytest.mark.parametrize("policy", ["auto", "floor"])
 def test_the_engine_changes_no_bit(policy: str, device: str) -> None:
     run = at_tight_budget(lambda budget: train(SLICED, plain, policy, budget, device), device)
     assert run.plan.decisions or device == "cuda"
 
 
-@pytest.mark.parametrize("step", [steps.autocast, steps.accumulating, steps.twice_backward])
+@pytest.mark.parametrize("step", [steps.autocast, steps.twice_backward])
 def test_habit_of_training_changes_no_bit(step: Step, device: str) -> None:
     train_at_the_floor(SLICED, step, device)
 
