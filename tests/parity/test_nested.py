@@ -43,3 +43,19 @@ def losses(layout: torch.layout, policy: str | None) -> Tensor:
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_batches_give_the_losses_of_plain_pytorch(layout: torch.layout, policy: str) -> None:
     assert torch.equal(losses(layout, policy), losses(layout, None))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_program_that_begins_to_nest_goes_on() -> None:
+    model = Net()
+    with belady.virtualize(model, ROOM, policy="floor"):
+        for index in range(7):
+            rows = torch.randn(7, WIDTH)
+            batch = rows if index < 5 else torch.nested.nested_tensor([rows[:2], rows[2:]])
+            out = model(batch)
+            loss = (out if index < 5 else out.to_padded_tensor(0.0)).square().sum()
+            (plain,) = torch.autograd.grad(loss, [model.last.weight], retain_graph=True)
+            loss.backward()
+            assert model.last.weight.grad is not None
+            assert torch.equal(model.last.weight.grad, plain)
+            model.zero_grad()

@@ -140,6 +140,7 @@ class Planned:
             entry is None
             or not entry.plain
             or entry.due >= self._due
+            or tensor.is_nested
             or tensor.shape != entry.shape
             or self.on_anchor is not None
         ):

@@ -58,7 +58,8 @@ OUT, FREE, IN, AGAIN = range(4)
 def matches(tensor: torch.Tensor, entry: Entry) -> bool:
     """Whether the save is the one that the plan expects."""
     return (
-        tensor.shape == entry.shape
+        not tensor.is_nested
+        and tensor.shape == entry.shape
         and tensor.dtype is entry.dtype
         and tensor.layout is torch.strided
         and tensor.stride() == entry.stride

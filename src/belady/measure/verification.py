@@ -36,10 +36,17 @@ _NEAR = 0.5
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan, the machine as it was taken to be, and what was measured under it."""
+    """A plan, the machine as it was taken to be, and what was measured under it.
+
+    Attributes
+    ----------
+    policy
+        Who was asked for it, and is asked again.
+    """
 
     plan: Plan
     hardware: HardwareProfile
+    policy: str
     measured: Measured | None = None
 
     def room(self, peak_bytes: int) -> int:
@@ -93,7 +100,8 @@ class Verification:
         """
         hardware = self._hardware
         try:
-            return Trial(self._plan(self._policy.name, trace, hardware, numerics), hardware)
+            name = self._policy.name
+            return Trial(self._plan(name, trace, hardware, numerics), hardware, name)
         except InfeasibleBudgetError as error:
             if self._policy.name != "auto":
                 raise
@@ -120,7 +128,7 @@ class Verification:
             except InfeasibleBudgetError:
                 continue
             self.notes.append(f"the budget leaves a margin of {fraction:.0%}: {error}")
-            return Trial(plan, hardware)
+            return Trial(plan, hardware, name)
         raise error
 
     def better(
@@ -154,13 +162,13 @@ class Verification:
         if allocator is not None:
             hardware = replace(hardware, allocator=allocator)
         try:
-            made = self._plan(self._policy.name, trace, hardware, numerics)
+            made = self._plan(last.policy, trace, hardware, numerics)
         except InfeasibleBudgetError:
             return trace, None
         if made.decisions == plan.decisions:
             return trace, None
         self.notes += _why(last, measured, hardware, higher=peak is not None)
-        return trace, Trial(made, hardware)
+        return trace, Trial(made, hardware, last.policy)
 
     def _plan(
         self, name: str, trace: Trace, hardware: HardwareProfile, numerics: tuple[str, ...]

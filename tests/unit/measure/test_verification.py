@@ -5,8 +5,11 @@ import pytest
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
+from belady.ir.timeline import Measured, TierPeak
+from belady.ir.trace import Tier
+from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
-from belady.measure.verification import Trial, Verification
+from belady.measure.verification import Trial, Verification, verified
 from belady.planners import smallest_budget
 from tests.unit.simulate.cases import gpu, trace_of
 
@@ -14,6 +17,8 @@ TRACE = trace_of([1.0] * 6, [(1000, 0, 5), (1000, 1, 4), (1000, 2, 3)])
 HARDWARE = replace(gpu(), allocator=Allocator(1, 0.2, 0))
 # What the leanest plan holds, without any margin.
 PEAK = HARDWARE.allocator.peak_within(smallest_budget("auto", TRACE, HARDWARE, Budget(0)))
+
+SAMPLE = Sample(0.0, 9.0)
 
 
 def first(policy: str, budget_bytes: int) -> tuple[Trial, list[str]]:
@@ -56,3 +61,14 @@ def test_only_near_the_cap_is_memory_set_aside_in_one_piece() -> None:
     near, far = first("auto", int(1.25 * PEAK))[0], first("auto", 10 * PEAK)[0]
     assert near.room(PEAK) == pytest.approx(1.2 * PEAK, abs=1)
     assert far.room(PEAK) == 0
+
+
+def test_who_planned_for_too_little_room_is_asked_again() -> None:
+    policy = Policy("auto", Budget(int(1.02 * PEAK)))
+    verification = Verification(policy, HARDWARE)
+    trial = verification.first(TRACE)
+    peaks = (TierPeak(Tier.DEVICE, trial.plan.predicted_peak_bytes),)
+    measured = Measured(1, 9.0, (9.0,), peaks, PEAK, allocation_retries=3)
+    tried = [verified(trial, measured, [SAMPLE])]
+    _, better = verification.better(TRACE, tried, [SAMPLE])
+    assert better is None or better.plan.planner.startswith("floor")
