@@ -22,7 +22,7 @@ from belady.planners import smallest_budget
 from belady.simulate import bound
 from belady.units import parse_bytes
 from benchmarks.cases import BOUND, LOST, OWN, Case, Record, from_json
-from benchmarks.measure import digest, settled_peak, timed, versions
+from benchmarks.measure import digest, kept, settled_peak, timed, versions
 from benchmarks.methods import Opener, available, observed, opened, starved, tidy
 from benchmarks.peers import PEERS
 from benchmarks.smallest import smallest_cap
@@ -220,7 +220,7 @@ class _Bench:
                 with opener(cap) as it:
                     record = it.warm_up() | timed(it, self.case.repeats)
                     record |= it.extras()
-                if last or _kept(record, cap):
+                if last or kept(record, cap):
                     break
             except Exception as error:
                 if last or not _too_little(error):
@@ -270,13 +270,6 @@ class _Bench:
         return made
 
 
-def _kept(record: Record, cap: int | None) -> bool:
-    """Whether measured iterations kept to the cap without flushing the allocator's cache."""
-    if "allocation_retries" in record:
-        return bool(record["allocation_retries"] == 0)
-    return cap is None or record["peak_allocated_bytes"] <= cap
-
-
 def _too_little(error: Exception) -> bool:
     return starved(error) or isinstance(error, belady.InfeasibleBudgetError)
 
@@ -295,7 +288,7 @@ def _trial(work: Workload, opener: Opener, cap: int) -> str | None:
             return f"infeasible below {error.smallest_bytes}"
         return "out of memory"
     tidy(work)
-    if _kept(record, cap):
+    if kept(record, cap):
         return None
     retries = record.get("allocation_retries")
     return f"{retries} retries" if retries else f"a peak of {record['peak_allocated_bytes']}"

@@ -51,6 +51,13 @@ def settled_peak(session: Session, iterations: int) -> Record:
     return _of_allocator(before)
 
 
+def kept(record: Record, cap: int | None) -> bool:
+    """Whether measured iterations kept to the cap without flushing the allocator's cache."""
+    if "allocation_retries" in record:
+        return bool(record["allocation_retries"] == 0)
+    return cap is None or record["peak_allocated_bytes"] <= cap
+
+
 def _reset() -> int:
     """Start the allocator's peaks anew; gives its count of retries so far."""
     torch.cuda.reset_peak_memory_stats()
