@@ -64,16 +64,17 @@ def module_paths(root: torch.nn.Module, stack: list[str]) -> Iterator[None]:
     """Keep on ``stack`` the paths of the modules of ``root`` whose forward is running.
 
     A module that is not part of ``root`` is named by its class in angle brackets; ``root`` itself
-    by its class.
+    by its class. Modules inside of compiled code are not told apart.
     """
     paths = {id(module): name for name, module in root.named_modules()}
     paths[id(root)] = type(root).__name__
 
     def enter(module: torch.nn.Module, _args: Any) -> None:
-        stack.append(paths.get(id(module), f"<{type(module).__name__}>"))
+        if not torch.compiler.is_compiling():
+            stack.append(paths.get(id(module), f"<{type(module).__name__}>"))
 
     def leave(_module: torch.nn.Module, _args: Any, _result: Any) -> None:
-        if stack:
+        if stack and not torch.compiler.is_compiling():
             stack.pop()
 
     handles = [

@@ -127,6 +127,8 @@ class Observation:
 
     def _module_begins(self, *_: Any) -> None:
         """See whether the program goes on elsewhere; inside an op no mode can be taken off."""
+        if torch.compiler.is_compiling():
+            return  # or it would become part of what is compiled
         call = self.recorder.call
         with self.recorder.aside():
             over = call is not None and call.is_over()
