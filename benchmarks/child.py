@@ -25,6 +25,7 @@ from benchmarks.cases import BOUND, LOST, OWN, Case, Record, from_json
 from benchmarks.measure import digest, kept, settled_peak, timed, versions
 from benchmarks.methods import Opener, available, observed, opened, starved, tidy
 from benchmarks.peers import PEERS
+from benchmarks.records import RESULTS
 from benchmarks.smallest import smallest_cap
 from benchmarks.workloads import WORKLOADS, Setting, Workload
 
@@ -32,6 +33,7 @@ _STEADY = 4  # iterations in which a cap must hold without a retry
 _CAP_STEP = 1.02  # by which a cap grows that held in its trial and not in the measurement
 _OWN_STEP = 1.01
 _ERROR_END = 1500
+_ROOT = RESULTS.parents[1]
 
 
 class AbsentError(Exception):
@@ -87,7 +89,10 @@ def _outcome(case: Case, known: Known) -> Record:
         tidy(None, error)
         if starved(error):
             return {"outcome": "out of memory", "error": str(error)[:300]}
-        return {"outcome": "crash", "error": traceback.format_exc()[-_ERROR_END:]}
+        text = traceback.format_exc().replace(
+            f"{_ROOT}/", ""
+        )  # where the checkout lies says nothing
+        return {"outcome": "crash", "error": text[-_ERROR_END:]}
 
 
 class _Bench:
