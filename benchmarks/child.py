@@ -33,7 +33,6 @@ _STEADY = 4  # iterations in which a cap must hold without a retry
 _CAP_STEP = 1.02  # by which a cap grows that held in its trial and not in the measurement
 _OWN_STEP = 1.01
 _ERROR_END = 1500
-_ROOT = RESULTS.parents[1]
 
 
 class AbsentError(Exception):
@@ -89,9 +88,8 @@ def _outcome(case: Case, known: Known) -> Record:
         tidy(None, error)
         if starved(error):
             return {"outcome": "out of memory", "error": str(error)[:300]}
-        text = traceback.format_exc().replace(
-            f"{_ROOT}/", ""
-        )  # where the checkout lies says nothing
+        # Where the checkout lies says nothing.
+        text = traceback.format_exc().replace(f"{RESULTS.parents[1]}/", "")
         return {"outcome": "crash", "error": text[-_ERROR_END:]}
 
 
@@ -108,8 +106,7 @@ class _Bench:
 
     def run(self) -> Record:
         """Measure time and peaks, then equality, each on a workload made anew."""
-        # What the case before has left in cycles would count as memory of this one's user.
-        tidy(None)
+        tidy(None)  # what the case before has left in cycles would count as the user's own
         work = self._make()
         if self.case.method == BOUND:
             return self._bound(work)
@@ -165,10 +162,7 @@ class _Bench:
         return self._known.observed[name]
 
     def _own(self, work: Workload) -> int:
-        """Smallest budget that a policy states, and 1 % for what varies from run to run.
-
-        A library that has less memory may take an algorithm that needs more of it.
-        """
+        """Smallest budget that a policy states, and 1 % for workspaces that vary from run to run."""
         if not self.case.method.startswith(OWN):
             raise ValueError(f"{self.case.method} states no budget of its own")
         run, policy = self._observed(work), self.case.method.partition(":")[2]
