@@ -162,7 +162,7 @@ class _Bench:
         return self._known.observed[name]
 
     def _own(self, work: Workload) -> int:
-        """Smallest budget that a policy states, and 1 % for workspaces that vary from run to run."""
+        """Smallest budget that a policy states, and 1 % as workspaces vary from run to run."""
         if not self.case.method.startswith(OWN):
             raise ValueError(f"{self.case.method} states no budget of its own")
         run, policy = self._observed(work), self.case.method.partition(":")[2]
