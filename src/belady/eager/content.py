@@ -6,11 +6,8 @@ from typing import Protocol
 
 import torch
 
-from belady.memory.contents import Moved, Packed
 from belady.memory.geometry import Geometry, content_of
 from belady.memory.witness import demand_unchanged, witness
-
-__all__ = ["Content", "Kept", "Moved", "Packed", "Saved", "unpack"]
 
 
 class Content(Protocol):
@@ -40,11 +37,12 @@ class Saved:
 
     Attributes
     ----------
-    iteration
-        Of which iteration under a plan it is; 0: of none.
+    iteration, read
+        Of which iteration under a plan it is, and where that reads it first; 0 and -1: of none.
     """
 
     iteration = 0
+    read = -1
     __slots__ = ("content", "geometry", "shadow", "version")
 
     def __init__(self, tensor: torch.Tensor, content: Content) -> None:
@@ -92,6 +90,7 @@ class Kept:
     """What autograd holds for a tensor that stays; a detached alias, so that nothing leaks."""
 
     iteration = 0
+    read = -1
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:

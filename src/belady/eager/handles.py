@@ -24,7 +24,6 @@ class PlannedKept(Kept):
     __slots__ = ("__weakref__", "iteration", "read")
 
     def __init__(self, tensor: torch.Tensor, read: int, iteration: int) -> None:
-        self.tensor = kept = tensor.detach()
-        self.version = kept._version
+        super().__init__(tensor)
         self.read = read
         self.iteration = iteration

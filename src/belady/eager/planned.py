@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from belady.eager.content import Kept, Moved, Packed
+from belady.eager.content import Kept
 from belady.eager.digests import Digests
 from belady.eager.handles import PlannedKept, PlannedSaved
 from belady.eager.replay import Recipes, Recomputed, Source, chains
@@ -25,6 +25,7 @@ from belady.errors import PlanMismatchError
 from belady.ir.plan import Offload, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.memory.carrier import Carrier
+from belady.memory.contents import Moved, Packed
 from belady.memory.geometry import movable
 from belady.memory.witness import demand_unchanged
 
@@ -157,8 +158,7 @@ class Planned:
                 self._reads_at(read, iteration)
             demand_unchanged(tensor, version)
             return tensor
-        if handle.iteration == self._iteration:
-            self._reads_at(handle.read, handle.iteration)
+        self._reads_at(handle.read, handle.iteration)
         tensor = handle.take()
         return tensor
 

@@ -52,7 +52,7 @@ class Trial:
     def room(self, peak_bytes: int) -> int:
         """Bytes that torch's allocator should hold in one piece for a plan with this peak.
 
-        None where the budget is far above: only near its cap does the allocator have to fit blocks.
+        0 where the budget is far above: only near its cap does the allocator have to fit blocks.
         """
         needed = int(peak_bytes * (1 + self.hardware.allocator.margin_fraction))
         return needed if needed > _NEAR * self.plan.budget.device_bytes else 0

@@ -1,16 +1,17 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Budget
+from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.measure.verification import Trial, Verification, verified
-from belady.planners import smallest_budget
+from belady.planners import plan, smallest_budget
 from tests.unit.simulate.cases import gpu, trace_of
 
 TRACE = trace_of([1.0] * 6, [(1000, 0, 5), (1000, 1, 4), (1000, 2, 3)])
@@ -63,12 +64,17 @@ def test_only_near_the_cap_is_memory_set_aside_in_one_piece() -> None:
     assert far.room(PEAK) == 0
 
 
-def test_who_planned_for_too_little_room_is_asked_again() -> None:
-    policy = Policy("auto", Budget(int(1.02 * PEAK)))
-    verification = Verification(policy, HARDWARE)
+def test_who_planned_for_too_little_room_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(name: str, *known: Any, **settings: Any) -> Plan:
+        asked.append(name)
+        return plan(name, *known, **settings)
+
+    monkeypatch.setattr("belady.measure.verification.make_plan", noted)
+    verification = Verification(Policy("auto", Budget(int(1.15 * PEAK))), HARDWARE)
     trial = verification.first(TRACE)
-    peaks = (TierPeak(Tier.DEVICE, trial.plan.predicted_peak_bytes),)
+    peaks = (TierPeak(Tier.DEVICE, PEAK),)
     measured = Measured(1, 9.0, (9.0,), peaks, PEAK, allocation_retries=3)
-    tried = [verified(trial, measured, [SAMPLE])]
-    _, better = verification.better(TRACE, tried, [SAMPLE])
-    assert better is None or better.plan.planner.startswith("floor")
+    verification.better(TRACE, [verified(trial, measured, [SAMPLE])], [SAMPLE])
+    assert asked == ["auto", "lifetime", "lifetime"]
