@@ -22,8 +22,9 @@ from belady.planners import smallest_budget
 from belady.simulate import bound
 from belady.units import parse_bytes
 from benchmarks.cases import BOUND, LOST, OWN, Case, Record, from_json
-from benchmarks.measure import digest, kept, settled_peak, timed, versions
-from benchmarks.methods import Opener, available, observed, opened, starved, tidy
+from benchmarks.equality import equality
+from benchmarks.measure import kept, settled_peak, timed, versions
+from benchmarks.methods import Opener, available, observed, opened, starved, tidy, too_little
 from benchmarks.peers import PEERS
 from benchmarks.records import RESULTS
 from benchmarks.smallest import smallest_cap
@@ -126,7 +127,7 @@ class _Bench:
         del work, opener
         if self.case.equal_steps:
             tidy(None)
-            record |= self._equality(cap)
+            record |= equality(self.case, self._make, self._known.references, cap)
         return record
 
     def _make(self) -> Workload:
@@ -212,9 +213,13 @@ class _Bench:
         return found.high, {"trials": trials}
 
     def _measured(self, work: Workload, opener: Opener, cap: int | None) -> Record:
-        """Time and peaks; a cap that was found by trials may grow by a few steps."""
-        searched = self.case.budget == "smallest"
-        for last in (False, False, True) if searched else (True,):
+        """Time and peaks; a cap may grow by a few steps.
+
+        One that was found by trials by a little; ours states a wider margin, and so a larger
+        budget, where the first made the allocator flush its cache.
+        """
+        caps, grows = [cap], self.case.budget in ("smallest", "own")
+        for last in (False, False, True) if grows else (True,):
             try:
                 with opener(cap) as it:
                     record = it.warm_up() | timed(it, self.case.repeats)
@@ -222,55 +227,13 @@ class _Bench:
                 if last or kept(record, cap):
                     break
             except Exception as error:
-                if last or not _too_little(error):
+                if last or not too_little(error):
                     raise
                 tidy(work, error)
-            cap = int((cap or 0) * _CAP_STEP)
+            cap = max(int((cap or 0) * _CAP_STEP), record.get("wider_bytes", 0))
+            caps.append(cap)
         tidy(work)
-        return record | ({} if cap is None else {"budget_bytes": cap})
-
-    def _equality(self, cap: int | None) -> Record:
-        key = self.case.reference
-        record: Record = {}
-        references, found = self._known.references, versions(self.case.device)
-        here = {name: found[name] for name in ("torch", "device_name")}
-        # Another machine or version may compute other bits.
-        if here.items() - references.get(key, {}).items():
-            first, second = (self._digest("plain", None) for _ in range(2))
-            references[key] = here | {"plain_digest": first, "plain_repeats": first == second}
-        plain = references[key]
-        try:
-            record["digest"] = self._digest_of_method(cap)
-        except Exception as error:
-            if not _too_little(error):
-                raise
-            # Deterministic algorithms may need more than those that were measured.
-            record["equality_error"] = str(error)[:300]
-            tidy(None, error)
-            return record | plain
-        return record | plain | {"equal": record["digest"] == plain["plain_digest"]}
-
-    def _digest_of_method(self, cap: int | None) -> str:
-        method = self.case.method
-        if not method.startswith(OWN):
-            return self._digest(method, None)
-        try:
-            return self._digest(method, cap)
-        except belady.InfeasibleBudgetError as error:
-            smallest = error.smallest_bytes
-            tidy(None, error)
-        return self._digest(method, int(smallest * 1.1))
-
-    def _digest(self, method: str, cap: int | None) -> str:
-        work = self._make()
-        with opened(work, method) as opener, opener(cap) as it:
-            made = digest(it, self.case.equal_steps)
-        tidy(work)
-        return made
-
-
-def _too_little(error: Exception) -> bool:
-    return starved(error) or isinstance(error, belady.InfeasibleBudgetError)
+        return record | ({} if cap is None else {"budget_bytes": cap, "caps": caps})
 
 
 def _trial(work: Workload, opener: Opener, cap: int) -> str | None:
@@ -280,7 +243,7 @@ def _trial(work: Workload, opener: Opener, cap: int) -> str | None:
             it.warm_up()
             record = settled_peak(it, _STEADY)
     except Exception as error:
-        if not _too_little(error):
+        if not too_little(error):
             raise
         tidy(work, error)
         if isinstance(error, belady.InfeasibleBudgetError):

@@ -9,16 +9,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 import belady
 from belady.errors import InfeasibleBudgetError
+from belady.ir.plan import Budget
 from belady.ir.run import Run
-from belady.ir.timeline import Lane, Span
+from belady.ir.timeline import Lane, Measured, Span
 from belady.ir.trace import Tier
-from belady.planners import plan
+from belady.measure.corrections import with_gap_of
+from belady.planners import plan, smallest_budget
 from benchmarks.cases import ENGINES, OWN, Record
 from benchmarks.peers import PEERS, Applied
 from benchmarks.workloads import Workload
@@ -135,6 +137,11 @@ def starved(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _STARVED)
 
 
+def too_little(error: BaseException) -> bool:
+    """Whether an error says that a budget was too small."""
+    return starved(error) or isinstance(error, InfeasibleBudgetError)
+
+
 def tidy(work: Workload | None, error: BaseException | None = None) -> None:
     """Let go of what an iteration left behind, also of what the frames of an error hold."""
     while error is not None:
@@ -244,7 +251,16 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
             "defaults": list(measured.defaults),
             "lanes": _lane_rates(run, measured.spans),
         }
+        if measured.allocation_retries:
+            record["wider_bytes"] = _wider(run, policy, measured)
     return record
+
+
+def _wider(run: Run, policy: str, measured: Measured) -> int:
+    """The smallest budget that leaves the margin which an iteration has asked for."""
+    asked = with_gap_of(run.trace, run.plan, run.hardware.allocator, measured)
+    hardware = replace(run.hardware, allocator=asked or run.hardware.allocator)
+    return smallest_budget(policy, run.trace, hardware, Budget(2**62))
 
 
 def _lane_rates(run: Run, spans: Iterable[Span]) -> list[Record]:

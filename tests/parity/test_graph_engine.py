@@ -213,7 +213,8 @@ BLOCKS = Task("blocks", lambda: [Plain()], CNN.batch)
 
 
 def test_graphs_between_breaks_share_one_plan(device: str) -> None:
-    vm = train_tightly(BROKEN, plain, "hybrid", device)
+    # On a GPU the budget has room to spare, and hybrid would move nothing.
+    vm = train_tightly(BROKEN, plain, "hybrid" if device == "cpu" else "floor", device)
     run = vm.run()
     assert run is not None
     assert len(run.trace.roots) == 4

@@ -89,7 +89,7 @@ def decisions(host: PlannedHost) -> list[Decision]:
     "kinds",
     [
         ["direct", "threads", "direct", "threads"],
-        pytest.param(["cuda", "cuda", "cuda"], marks=pytest.mark.gpu),
+        pytest.param(["cuda"] * 6, marks=pytest.mark.gpu),
     ],
     ids=["cpu", "cuda"],
 )
