@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from benchmarks import records
 from benchmarks.cases import Record
-from benchmarks.processes import ROOT, environment
-from benchmarks.questions import CAP, QUESTIONS, Asked
+from benchmarks.questions import QUESTIONS, Asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,24 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about = {"device_name": name, "torch": str(torch.__version__)}
     asked = Asked(device, arguments.images, arguments.edge, arguments.repeats)
-    questions = arguments.question or list(QUESTIONS)
-    for question in questions:
+    for question in arguments.question or QUESTIONS:
         for answer in QUESTIONS[question](asked):
             record = {"verb": "kernels", **about, **answer}
             records.append(arguments.out, record)
             print(json.dumps(answer), flush=True)
-    if "convolution" in questions and CAP not in os.environ:
-        return _without_workspace(arguments)
     return 0
-
-
-def _without_workspace(arguments: argparse.Namespace) -> int:
-    """Ask for convolutions again, in a process that finds the cap on workspaces in place."""
-    command = [sys.executable, "-m", "benchmarks", "kernels", str(arguments.out.resolve())]
-    command += ["--question", "convolution"]
-    for name in ("device", "repeats", "images", "edge"):
-        command += [f"--{name}", str(getattr(arguments, name))]
-    return subprocess.run(command, cwd=ROOT, env={**environment(), CAP: "0"}).returncode
 
 
 def committed() -> list[Record]:
@@ -79,13 +63,17 @@ def _row(record: Record) -> list[str]:
     if record.get("channels_last"):
         how.append("channels_last")
     if record.get("cap_mib") is not None:
-        how.append(f"workspace capped at {record['cap_mib']} MiB")
+        how.append(f"CUDNN_CONV_WSCAP_DBG={record['cap_mib']}")
+    if record.get("limit_mib") is not None:
+        how.append(f"limit of {record['limit_mib']} MiB")
+    if "error" in record:
+        how.append(record["error"])
     workspace = record.get("workspace_bytes")
     same = [record[name] for name in ("same_bits", "shortcut_same_bits") if name in record]
     return [
         record["what"],
         ", ".join(how),
-        f"{record.get('s_per_gib', record.get('s')) * 1e3:.2f}",
+        _ms(record.get("s_per_gib", record.get("s"))),
         _ms(record.get("shortcut_s_per_gib")),
         "" if workspace is None else f"{workspace / 2**20:.1f}",
         "" if not same else "yes" if all(same) else "NO",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -13,12 +14,13 @@ import torch.nn.functional as F
 
 from belady.eager.digests import digest
 from belady.measure.clock import clock_for
+from belady.memory.allowance import allowance, pages
 from benchmarks.cases import Record
 
 GIB = 1 << 30
-# MiB that an algorithm of a convolution may take, by PyTorch's documentation. A process that had
-# begun without it was seen not to heed it.
-CAP = "CUDNN_CONV_WSCAP_DBG"
+MIB = 1 << 20
+# Beyond inputs and outputs.
+ALLOWED_MIB = (1024, 64, 0)
 PRECISIONS = ("fp32", "tf32", "bf16")
 Make = Callable[[], Any]
 
@@ -139,34 +141,84 @@ def _ops(asked: Asked, *, half: bool, last: bool) -> Iterator[tuple[str, Make, M
     yield "softmax", lambda: torch.softmax(tokens, -1), None
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What decides the algorithm: flags of cuDNN, and MiB beyond inputs and outputs, if limited."""
+
+    name: str
+    flags: Mapping[str, bool]
+    allowed_mib: int | None = None
+
+
+# PyTorch keeps algorithms for each thread. Each row has a thread of its own, where one setting
+# follows the other: what a limit did to the choice shows in the next.
+SETTINGS = (
+    (Setting("default", {}),),
+    (Setting("benchmark", {"benchmark": True}),),
+    (Setting("deterministic", {"deterministic": True}),),
+    *(
+        (
+            Setting("before a limit", {}),
+            Setting("limited", {"deterministic": True}, allowed_mib),
+            Setting("limit lifted", {"deterministic": True}),
+            Setting("after a limit", {}),
+        )
+        for allowed_mib in ALLOWED_MIB
+    ),
+)
+
+
 def _convolutions(asked: Asked) -> Iterator[Record]:
-    """Seconds and workspace of VGG's second convolution under what PyTorch lets one set."""
-    settings: dict[str, Mapping[str, bool]] = {
-        "default": {},
-        "benchmark": {"benchmark": True},
-        "deterministic": {"deterministic": True},
-    }
+    """Seconds and workspace of VGG's second convolution, by what decides its algorithm."""
     for precision in PRECISIONS:
         for last in (False, True):
             ways = _directions(asked, half=precision == "bf16", last=last)
-            for setting, flags in settings.items():
-                with _precisely(precision, **flags):
-                    for way, make in ways.items():
-                        seconds, workspace = timed(asked.device, make, asked.repeats)
-                        yield {
-                            "what": "convolution",
-                            "way": way,
-                            "setting": setting,
-                            "precision": precision,
-                            "allow_tf32": torch.backends.cudnn.allow_tf32,
-                            "channels_last": last,
-                            "cap_mib": os.environ.get(CAP),
-                            "cudnn": torch.backends.cudnn.version(),
-                            "batch": asked.images,
-                            "edge": asked.edge,
-                            "s": seconds,
-                            "workspace_bytes": workspace,
-                        }
+            for row in SETTINGS:
+                with ThreadPoolExecutor(1) as thread:
+                    answers = thread.submit(_row, asked, ways, row, precision).result()
+                yield from ({**answer, "channels_last": last} for answer in answers)
+
+
+def _row(
+    asked: Asked, ways: Mapping[str, Make], row: Sequence[Setting], precision: str
+) -> list[Record]:
+    return [
+        {
+            "what": "convolution",
+            "way": way,
+            "setting": setting.name,
+            "limit_mib": next((it.allowed_mib for it in row if it.allowed_mib is not None), None),
+            "precision": precision,
+            "cudnn": torch.backends.cudnn.version(),
+            "batch": asked.images,
+            "edge": asked.edge,
+            **_under(asked, make, setting, precision),
+        }
+        for setting in row
+        for way, make in ways.items()
+    ]
+
+
+def _under(asked: Asked, make: Make, setting: Setting, precision: str) -> Record:
+    """Seconds and workspace of ``make``, or what it said when no algorithm would do."""
+    with ExitStack() as stack:
+        if setting.allowed_mib is not None:
+            nbytes = _output_bytes(make, precision) + setting.allowed_mib * MIB
+            stack.enter_context(allowance(asked.device, nbytes))
+        stack.enter_context(_precisely(precision, **setting.flags))
+        flags = {"allow_tf32": torch.backends.cudnn.allow_tf32}
+        try:
+            seconds, workspace = timed(asked.device, make, asked.repeats)
+        except RuntimeError as error:
+            return {**flags, "error": str(error).splitlines()[0]}
+        return {**flags, "s": seconds, "workspace_bytes": workspace}
+
+
+def _output_bytes(make: Make, precision: str) -> int:
+    with _precisely(precision):
+        made = make()
+    tensors = [made] if isinstance(made, torch.Tensor) else made
+    return sum(pages(tensor.nbytes) for tensor in tensors if tensor is not None)
 
 
 def _directions(asked: Asked, *, half: bool, last: bool) -> Mapping[str, Make]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from pathlib import Path
 
 import torch
 
 from benchmarks import kernels, records
-from benchmarks.questions import CAP, _precisely
+from benchmarks.questions import ALLOWED_MIB, _precisely
 
 
 def test_every_question_is_answered(tmp_path: Path) -> None:
@@ -21,28 +20,39 @@ def test_every_question_is_answered(tmp_path: Path) -> None:
     assert all(record["device_name"] == "cpu" for record in found)
     replays = [record for record in found if record["what"] == "replay"]
     assert all(record["same_bits"] and record["s_per_gib"] > 0 for record in replays)
-    _convolutions_are_asked_about_with_a_cap_and_without(found)
-    assert CAP not in os.environ
+    _each_limit_has_its_settings_before_and_after(found)
     table = kernels.table(found)
     assert table.count("\n") == 4 + len(found)
     assert "| replay | batch norm, bf16, channels_last |" in table
-    assert "| convolution | forward, tf32, benchmark, workspace capped at 0 MiB |" in table
+    assert "| convolution | forward, tf32, limited, limit of 64 MiB |" in table
     assert "NO" not in table
 
 
-def _convolutions_are_asked_about_with_a_cap_and_without(found: list[dict[str, object]]) -> None:
-    names = ("way", "setting", "precision", "channels_last", "allow_tf32")
-    free, capped = (
-        [
-            tuple(record[name] for name in names)
-            for record in found
-            if record["what"] == "convolution" and record["cap_mib"] == cap
-        ]
-        for cap in (None, "0")
-    )
-    assert free == capped
-    assert len(set(free)) == len(free) == 4 * 3 * 3 * 2
-    assert all(tf32 == (precision == "tf32") for _, _, precision, _, tf32 in free)
+def _each_limit_has_its_settings_before_and_after(found: list[dict[str, object]]) -> None:
+    names = ("way", "setting", "limit_mib", "precision", "channels_last")
+    asked = [
+        tuple(record[name] for name in names) for record in found if record["what"] == "convolution"
+    ]
+    limited = {"before a limit", "limited", "limit lifted", "after a limit"}
+    settings = {(setting, limit) for _, setting, limit, _, _ in asked}
+    assert {setting for setting, limit in settings if limit == 0} == limited
+    assert {setting for setting, limit in settings if limit is None} == {
+        "default",
+        "benchmark",
+        "deterministic",
+    }
+    assert len(set(asked)) == len(asked) == 4 * 3 * 2 * (3 + 4 * len(ALLOWED_MIB))
+    convolutions = [record for record in found if record["what"] == "convolution"]
+    assert all(it["allow_tf32"] == (it["precision"] == "tf32") for it in convolutions)
+
+
+def test_an_algorithm_that_does_not_exist_and_an_older_record_have_rows() -> None:
+    about = {"device_name": "any", "torch": "2", "what": "convolution", "way": "forward"}
+    told = {**about, "setting": "limited", "limit_mib": 0, "error": "no engine"}
+    older = {**about, "setting": "default", "cap_mib": "0", "s": 0.5, "workspace_bytes": 1 << 20}
+    table = kernels.table([told, older])
+    assert "| forward, limited, limit of 0 MiB, no engine |  |  |  |  |" in table
+    assert "| forward, default, CUDNN_CONV_WSCAP_DBG=0 | 500.00 |  | 1.0 |  |" in table
 
 
 def test_cudnn_is_in_use_whatever_is_set() -> None:
