@@ -22,8 +22,10 @@ from belady.eager.ordering import Ordering
 from belady.eager.replay import Recipes
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Workspace
 from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
+from belady.measure.algorithms import Algorithms
 from belady.measure.calls import Learner
 from belady.measure.clock import NoClock, clock_for
 from belady.measure.monitor import Monitor, Sample
@@ -32,11 +34,14 @@ from belady.measure.observe import undisturbed
 from belady.measure.progress import all_kept
 from belady.measure.stages import Policy, Stage
 from belady.measure.trials import Trials
+from belady.memory.algorithms import available
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
 from belady.memory.contents import Moved
 from belady.planners.moves import MIN_BYTES
 
+# Policies that may ask convolutions for less workspace.
+ASKING = frozenset({"auto", "vdnn_all", "vdnn_conv", "vdnn_dyn"})
 # Kinds remembered; the oldest is forgotten (shapes that change without end).
 _KINDS = 64
 
@@ -127,7 +132,8 @@ class Conductor:
         if kind.engine is not None:
             kind.engine.on_bring = None if observation is None else _telling(observation)
         expected = kind.passes if kind.trial is not None else ()
-        iteration = Iteration(self._floor, kind.engine, expected, observation)
+        workspace = Workspace.UNCHANGED if kind.trial is None else kind.trial.plan.workspace
+        iteration = Iteration(self._floor, kind.engine, expected, observation, workspace)
         sample = iteration.begin(self._monitor, level=kind.level(recording=self._recording))
         if kind.engine is not None:
             kind.engine.on_anchor = sample.tape.anchor if sample.tape is not None else None
@@ -204,11 +210,19 @@ class Conductor:
         if kind.watched:
             learns = kind.stage is Stage.TIMED and self._planning.may_replay()
             trials = Trials(Learner(kind.varying), clock_for(device)) if learns else None
-            return Observation(device, clock_for(device), self._modules, trials)
+            observation = Observation(device, clock_for(device), self._modules, trials)
+            if kind.stage is Stage.TIMED and self._asks_workspace():
+                observation.recorder.algorithms = Algorithms(device, clock_for(device))
+            return observation
         if kind.stage is Stage.SETTLING and device.type == "cpu":
             # A CPU has no allocator that counts: the peak is seen by watching storages.
             return Observation(device, NoClock(), self._modules)
         return None
+
+    def _asks_workspace(self) -> bool:
+        """Whether the policy may ask convolutions for less workspace, and they can be."""
+        asks = not self._policy.exact and self._policy.name in ASKING
+        return asks and available(self.carrier.device)
 
     def _observed(self, kind: Kind, iteration: Iteration, trace: Trace | None) -> None:
         passes, watched = tuple(iteration.passes), iteration.observation

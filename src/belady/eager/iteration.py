@@ -13,10 +13,12 @@ from belady.eager.hooks import HookPair, Pack, Unpack, aside_from_compile
 from belady.eager.immediate import Immediate
 from belady.eager.key import Key
 from belady.eager.planned import Planned
+from belady.ir.plan import Workspace
 from belady.ir.trace import Phase, Trace
 from belady.measure.calls import Calls
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation, watched
+from belady.memory.algorithms import beside
 
 
 class Iteration:
@@ -32,6 +34,8 @@ class Iteration:
         Keys of the passes that the plan covers, in order.
     observation
         Watches the iteration, or None.
+    workspace
+        What the plan asks of convolutions.
 
     Attributes
     ----------
@@ -47,6 +51,7 @@ class Iteration:
         engine: Planned | None,
         expected: tuple[Key, ...],
         observation: Observation | None,
+        workspace: Workspace = Workspace.UNCHANGED,
     ) -> None:
         self.passes: list[Key] = []
         self.optimizer: torch.optim.Optimizer | None = None
@@ -56,6 +61,8 @@ class Iteration:
         self._expected = expected
         self._pair: HookPair | None = None
         self._calls = _calls_of(engine, observation)
+        self._workspace = workspace
+        self._algorithms = ExitStack()
         self._monitor: Monitor | None = None
         self._sample: Sample | None = None
         self._entered = 0.0
@@ -70,6 +77,9 @@ class Iteration:
             self.observation.start()
         self._monitor = monitor
         self._sample = monitor.begin(level)
+        if self._workspace is Workspace.MEMORY:
+            # The trials made cuDNN's lean choices; PERFORMANCE is what it chooses by itself.
+            self._algorithms.enter_context(beside())
         return self._sample
 
     def enter(self, key: Key, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
@@ -124,6 +134,7 @@ class Iteration:
 
     def finish(self) -> tuple[Sample, Trace | None]:
         """The iteration is over; gives its measurement and, if it was watched, its Trace."""
+        self._algorithms.close()
         if self._engine is not None:
             self._engine.finish_iteration()
         if self._monitor is None or self._sample is None:
@@ -138,6 +149,7 @@ class Iteration:
         """The iteration came to nothing (an exception of the user's): leave no hook behind."""
         with ExitStack() as stack:
             # Each of these happens, whatever the others raise.
+            stack.callback(self._algorithms.close)
             if self.observation is not None:
                 stack.callback(self.observation.stop)
             if self._monitor is not None:

@@ -72,7 +72,8 @@ class Op:
     forward_op
         For a backward op, the index of the forward op that it differentiates.
     algorithms
-        Alternatives to the way in which it was observed (convolutions), fastest first.
+        Ways in which it can run, the one observed among them, fastest first; empty where no other
+        is known (all but convolutions).
     replayable
         Whether running it again on the same inputs gives the same bits and touches nothing else.
     shortcut

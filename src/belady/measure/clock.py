@@ -25,6 +25,10 @@ class Clock(Protocol):
     def stop(self) -> None:
         """Call just after it."""
 
+    @property
+    def workspace(self) -> int:
+        """Workspace bytes of the op bracketed last."""
+
     def results(self) -> list[tuple[float, int]]:
         """``(device seconds, workspace bytes)`` of every op; waits for the device."""
 
@@ -34,6 +38,7 @@ class NoClock:
     """For tracing without running: every op takes no time."""
 
     count: int = 0
+    workspace: int = 0
 
     def start(self) -> None:
         """Count the op."""
@@ -53,6 +58,7 @@ class CpuClock:
 
     begun: float = 0.0
     seconds: list[float] = field(default_factory=list)
+    workspace: int = 0
 
     def start(self) -> None:
         """Read the clock."""
@@ -90,6 +96,11 @@ class CudaClock:
         self._events[-1][1].record()
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
         self._workspaces.append(stats["peak"] - stats["current"])
+
+    @property
+    def workspace(self) -> int:
+        """Of the last op, known as soon as it was issued."""
+        return self._workspaces[-1]
 
     def results(self) -> list[tuple[float, int]]:
         """Wait for the device and read all events."""

@@ -85,7 +85,8 @@ def _faster(op: Op, share: float) -> Op:
     short = op.shortcut
     if short is not None:
         short = replace(short, device_seconds=short.device_seconds * share)
-    return replace(op, device_seconds=op.device_seconds * share, shortcut=short)
+    ways = tuple(replace(it, device_seconds=it.device_seconds * share) for it in op.algorithms)
+    return replace(op, device_seconds=op.device_seconds * share, algorithms=ways, shortcut=short)
 
 
 def with_gap_of(

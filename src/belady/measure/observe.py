@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -10,6 +11,7 @@ from time import perf_counter
 import torch
 
 from belady.ir.trace import (
+    Algorithm,
     Op,
     Phase,
     Save,
@@ -20,6 +22,7 @@ from belady.ir.trace import (
     Trace,
     Value,
 )
+from belady.measure.algorithms import USUAL
 from belady.measure.clock import NoClock
 from belady.measure.recorder import Recorder
 from belady.measure.records import RawOp, RawSave, RawStorage
@@ -99,10 +102,15 @@ def undisturbed(trace: Trace, other: Trace | None) -> Trace:
     for index, (one, two) in enumerate(zip(trace.ops, other.ops, strict=False)):
         if one.name != two.name or one.reads != two.reads:
             break
+        seconds = min(one.device_seconds, two.device_seconds)
         ops[index] = replace(
             one,
-            device_seconds=min(one.device_seconds, two.device_seconds),
+            device_seconds=seconds,
             host_seconds=min(one.host_seconds, two.host_seconds),
+            algorithms=_fastest_first(
+                replace(it, device_seconds=seconds) if it.name == USUAL else it
+                for it in one.algorithms
+            ),
         )
     return replace(trace, ops=tuple(ops))
 
@@ -138,7 +146,17 @@ def _ops(recorder: Recorder, first: dict[int, int], *, timed: bool) -> list[Op]:
         forward = first.get(raw.sequence) if raw.phase is Phase.BACKWARD else None
         origin = raw if forward is None else recorder.ops[forward]
         ops.append(_op(raw, origin, (forward, host_seconds), run))
-    return ops if recorder.trials is None else _with_replays(ops, recorder.trials)
+    if recorder.trials is not None:
+        ops = _with_replays(ops, recorder.trials)
+    leaner = {} if recorder.algorithms is None else recorder.algorithms.found()
+    for index, lean in leaner.items():
+        usual = Algorithm(USUAL, ops[index].device_seconds, ops[index].workspace_bytes)
+        ops[index] = replace(ops[index], algorithms=_fastest_first((usual, lean)))
+    return ops
+
+
+def _fastest_first(algorithms: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
+    return tuple(sorted(algorithms, key=lambda algorithm: algorithm.device_seconds))
 
 
 def _with_replays(ops: list[Op], trials: Trials) -> list[Op]:

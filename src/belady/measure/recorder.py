@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.ir.trace import Mode, Phase, StorageKind, Use
+from belady.measure.algorithms import Algorithms
 from belady.measure.clock import Clock
 from belady.measure.modules import RootCall
 from belady.measure.records import (
@@ -34,7 +35,6 @@ from belady.memory.geometry import shape_of
 
 # Autograd's bookkeeping: no kernel, no bytes, and not the same number in every mode.
 _DETACH = torch.ops.aten.detach.default
-_REPLAYED = (Phase.FORWARD, Phase.LOSS)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -51,6 +51,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes
     ----------
+    algorithms
+        Tries convolutions with less workspace, or None.
     shapes
         Of the tensor operands of every op.
     owners
@@ -71,6 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.clock = clock
         self.trials = trials
+        self.algorithms: Algorithms | None = None
         self.ops: list[RawOp] = []
         self.storages: list[RawStorage] = []
         self.values: list[RawValue] = []
@@ -173,7 +176,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Nobody's op of ours; a mode cannot be taken off inside it.
             return func(*args, **kwargs)
         op = self._begin(func, args, kwargs, gap)
-        trials = self.trials if op.phase in _REPLAYED else None
+        trials = self.trials if op.phase in (Phase.FORWARD, Phase.LOSS) else None
         recipe = trials.draft(func, args, kwargs, self._value_of) if trials is not None else None
         self.clock.start()
         called = perf_counter()
@@ -186,9 +189,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 op.host_seconds += perf_counter() - called
             self.clock.stop()
         self._end(op, func, args, kwargs, result)
-        if trials is not None and recipe is not None:
-            with self.aside():
-                trials.learn(len(self.ops) - 1, recipe, args, kwargs, result, self._value_of)
+        with self.aside():
+            at = len(self.ops) - 1
+            if trials is not None and recipe is not None:
+                trials.learn(at, recipe, args, kwargs, result, self._value_of)
+            if self.algorithms is not None:
+                self.algorithms.learn(at, (func, args, kwargs), result, self.clock.workspace)
         self._last = perf_counter()
         return result
 
@@ -215,8 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = self._value_of(tensor)
             if value >= 0:
                 reads.append(value)
-                use = Use(len(self.ops), need_of(name, args, position))
-                self.values[value].uses.append(use)
+                self.values[value].uses.append(Use(len(self.ops), need_of(name, args, position)))
         op.reads = tuple(dict.fromkeys(reads))
         self.ops.append(op)
         return op

@@ -165,7 +165,7 @@ class Verification:
             made = self._plan(last.policy, trace, hardware, numerics)
         except InfeasibleBudgetError:
             return trace, None
-        if made.decisions == plan.decisions:
+        if (made.decisions, made.workspace) == (plan.decisions, plan.workspace):
             return trace, None
         self.notes += _why(last, measured, hardware, higher=peak is not None)
         return trace, Trial(made, hardware, last.policy)

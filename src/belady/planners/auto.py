@@ -11,16 +11,20 @@ from belady.ir.trace import Trace
 from belady.planners.base import Planner
 from belady.planners.baseline import BASELINE
 from belady.planners.hybrid import HYBRID
+from belady.planners.lean import Lean
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 
 # Not the floor, from which the lifetime policy starts, nor that one, from which the hybrid does.
 _CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, HYBRID)
+_LEAN: tuple[Planner, ...] = (Lean(BASELINE), Lean(HYBRID))
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
     """`Baseline` when it fits; else the fastest of the other policies that does.
 
+    Where convolutions are known to do with less workspace, keeping everything and the hybrid policy
+    are among them in that way too.
     Settings that can change a bit are used only if they fit more or take less time. The plan bears
     the name of the policy chosen, e.g. ``"auto:vdnn_conv/1"``, and its reasons.
     """
@@ -44,7 +48,8 @@ class Auto:
                 return None
 
         plans: list[tuple[Plan, Planner]] = []
-        for planners in ((BASELINE,), _CANDIDATES):
+        lean = () if exact or not any(op.algorithms for op in trace.ops) else _LEAN
+        for planners in ((BASELINE,), (*_CANDIDATES, *lean)):
             made = [(attempt(planner, exact), planner) for planner in planners if not plans]
             plans += [(plan, planner) for plan, planner in made if plan is not None]
         if not plans:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from belady.ir.plan import Workspace
-from belady.ir.trace import Algorithm, Op
+from belady.ir.trace import Algorithm, Op, Trace
 from belady.planners.moves import Case
 
 
@@ -29,7 +29,7 @@ UNCHANGED = Algorithms()
 
 
 def fastest(case: Case) -> Algorithms:
-    """Every op by its fastest algorithm, vDNN's (p)."""
+    """Every op as it was observed, vDNN's (p): what cuDNN names first, whatever it takes."""
     return _everywhere(case, Workspace.PERFORMANCE)
 
 
@@ -65,14 +65,41 @@ def fastest_that_fit(case: Case, others: Sequence[int]) -> Algorithms:
     return Algorithms(Workspace.MEMORY, tuple(by_op))
 
 
+def leaner(trace: Trace) -> tuple[Trace, Algorithms]:
+    """The trace of the same iteration with the algorithms that have least workspace, and these.
+
+    An op that has the choice is not replayable in it: a replay runs on the thread of backward,
+    where cuDNN may have chosen otherwise.
+    """
+    algorithms = _chosen(trace, Workspace.MEMORY)
+    ops = list(trace.ops)
+    for index, _ in algorithms.by_op:
+        least = _least(ops[index])
+        ops[index] = replace(
+            ops[index],
+            device_seconds=least.device_seconds,
+            workspace_bytes=least.workspace_bytes,
+            algorithms=(),
+            replayable=False,
+            shortcut=None,
+        )
+    return replace(trace, ops=tuple(ops)), algorithms
+
+
 def _least(op: Op) -> Algorithm:
     return min(op.algorithms, key=lambda algorithm: algorithm.workspace_bytes)
 
 
+def _observed(op: Op) -> Algorithm:
+    taken = (it for it in op.algorithms if it.workspace_bytes == op.workspace_bytes)
+    return next(taken, op.algorithms[0])
+
+
 def _everywhere(case: Case, workspace: Workspace) -> Algorithms:
-    ops = [(index, op) for index, op in enumerate(case.trace.ops) if op.algorithms]
-    if case.exact or not ops:
-        return UNCHANGED
-    if workspace is Workspace.MEMORY:
-        return Algorithms(workspace, tuple((index, _least(op).name) for index, op in ops))
-    return Algorithms(workspace, tuple((index, op.algorithms[0].name) for index, op in ops))
+    return UNCHANGED if case.exact else _chosen(case.trace, workspace)
+
+
+def _chosen(trace: Trace, workspace: Workspace) -> Algorithms:
+    rule = _least if workspace is Workspace.MEMORY else _observed
+    by_op = tuple((i, rule(op).name) for i, op in enumerate(trace.ops) if op.algorithms)
+    return Algorithms(workspace, by_op) if by_op else UNCHANGED

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from belady.ir.plan import Encode, Offload, Plan
+from belady.ir.plan import Encode, Offload, Plan, Workspace
 from belady.ir.residency import intervals
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
@@ -254,10 +254,11 @@ def remarks(run: Run) -> list[str]:
     found = []
     if plan.numerics:
         found.append(f"Can change a bit of the result: {', '.join(plan.numerics)}")
-    if plan.layer_algorithms:
+    if plan.workspace is Workspace.MEMORY:
         found.append(
-            f"Convolution algorithms are chosen layer by layer in the prediction alone; when it "
-            f"runs, one setting holds for the whole phase: {plan.workspace.value}"
+            f"Convolutions that can do with less workspace do so, {len(plan.layer_algorithms)} of "
+            "them: one setting holds for the whole iteration, also where single ones are predicted "
+            "to take more, and one algorithm for all calls of the same shapes"
         )
     return found + [f"Note: {note}" for note in run.notes]
 

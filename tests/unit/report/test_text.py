@@ -141,7 +141,7 @@ def test_what_changes_bits_and_what_is_simulated_alone_is_said() -> None:
     )
     text = describe(replace(run, plan=plan, trace=with_algorithm(run.trace)))
     assert "Can change a bit of the result: workspace=memory" in text
-    assert "one setting holds for the whole phase: memory" in text
+    assert "1 of them: one setting holds for the whole iteration" in text
 
 
 def with_algorithm(trace: Trace) -> Trace:
