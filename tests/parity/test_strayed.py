@@ -17,6 +17,7 @@ import belady
 from belady.eager.digests import Digests, digest
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Plan, Recompute
+from belady.ir.replay import COMPARED_ONE_IN
 from belady.ir.run import Run
 from belady.measure.calls import _numbers
 from belady.memory.geometry import content_of
@@ -167,6 +168,29 @@ def test_what_no_call_shows_is_an_error_and_then_replayed_no_more(replaying: lis
         run = vm.run()
     assert run is not None
     assert replayed(replaying[0]) > 0
+    assert replayed(run.plan) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("exact", "said"), [(False, "an iteration late"), (True, "no optimizer has used them")]
+)
+def test_a_gpu_goes_on_while_replays_are_compared_unless_it_must_be_exact(
+    replaying: list[Plan], exact: bool, said: str
+) -> None:
+    training = Training(SHAPE, "cuda")
+    model = training.model
+    assert isinstance(model, Shape)
+    with belady.virtualize(training.models, ROOM, exact=exact) as vm:
+        training.run(plain, range(BEFORE + 4))
+        assert replayed(replaying[0]) > 0
+        model.swapped = True
+        with pytest.raises(PlanMismatchError, match=said):
+            training.run(plain, range(COMPARED_ONE_IN + 1))
+        training.optimizer.zero_grad()
+        training.run(plain, range(6))
+        run = vm.run()
+    assert run is not None
     assert replayed(run.plan) == 0
 
 
@@ -347,7 +371,7 @@ def test_replays_that_could_not_be_compared_are_wrong(monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "equal", interrupted)
+        patched.setattr(torch, "cat", interrupted)
         with pytest.raises(KeyboardInterrupt):
             digests.compare(digest(content), digest(content))
     with pytest.raises(PlanMismatchError, match="could not be compared"):

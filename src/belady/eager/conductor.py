@@ -89,12 +89,20 @@ class Conductor:
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Leave gradients where they are from now on."""
+        """Leave gradients where they are from now on.
+
+        Raises
+        ------
+        PlanMismatchError
+            If the last iteration has used a wrong replay.
+        """
         self._cutting.close()
         self._ordering.close()
         self._gradients.close()
         self._for_gradients.close()
         self._for_state.close()
+        for kind in self._kinds.values():
+            kind.settle()
 
     def record(self) -> None:
         """Take down every event of the next steady iteration that moves anything."""
@@ -121,7 +129,7 @@ class Conductor:
             self._admit(module, call)
             kind = self._kinds[key] = Kind()
             if len(self._kinds) > _KINDS:
-                del self._kinds[next(iter(self._kinds))]
+                self._kinds.pop(next(iter(self._kinds))).settle()
         self._planning.check_replays(kind)
         if kind.trial is None or kind.engine is not None:
             self._find_lasting()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
 
 from belady.errors import PlanMismatchError
+from belady.ir.replay import COMPARED_ONE_IN
 from belady.memory.geometry import unseen
 from belady.memory.lanes import current_stream
 
@@ -18,6 +19,10 @@ _STEPS = range(901, 1101, 2)
 _FEW = 1 << 15
 _LEFT = 64
 _AT_ONCE = 64
+_OTHERWISE = (
+    "bytes that forward saved were made again and came out otherwise: the program computes "
+    "something else than when it was observed"
+)
 _task: Any = torch._C._current_graph_task_id
 
 
@@ -67,22 +72,39 @@ class _Pairs:
         if self.complete is not None:
             self.complete.record(self.stream)
 
+    def compared(self) -> torch.Tensor:
+        """Whether all are equal, on the current stream and device."""
+        starts = range(0, len(self.saved), _AT_ONCE)
+        saved, replayed = (
+            [torch.cat(digests[at : at + _AT_ONCE]) for at in starts]
+            for digests in (self.saved, self.replayed)
+        )
+        same = [one.eq(other).all() for one, other in zip(saved, replayed, strict=True)]
+        return torch.stack(same).all()
+
     def equal(self) -> bool:
         """Compare, on the current stream, and wait for that stream alone."""
-        starts = range(0, len(self.saved), _AT_ONCE)
-        return all(
-            torch.equal(torch.cat(self.saved[at : at + _AT_ONCE]), torch.cat(others))
-            for at in starts
-            if (others := self.replayed[at : at + _AT_ONCE])
-        )
+        return bool(self.compared())
+
+
+class _Late(NamedTuple):
+    """An answer that is on its way to the host, and what must stay in memory until it is there."""
+
+    iteration: int
+    equal: torch.Tensor
+    there: torch.cuda.Event
+    held: _Pairs
 
 
 class Digests:
     """Compares digests of bytes before and after a replay.
 
-    The host asks once, when backward has ended, so nobody gets a gradient that a wrong replay went
-    into; an optimizer that steps inside backward asks before its step. It waits for the last
-    replay, not for what backward does after it, so the device has work meanwhile.
+    Asked ``at_once``, and in the first iteration always, every replay is compared, and the host
+    waits for the answer when backward has ended, so nobody gets a gradient that a wrong replay went
+    into; an optimizer that steps inside backward asks before its step. Waiting leaves the device
+    without work until the host has issued some again, and digests read all bytes twice. So
+    otherwise each replay is compared in every `COMPARED_ONE_IN` th iteration, and the answer is
+    read when it is there: one iteration late at the latest.
 
     Attributes
     ----------
@@ -92,17 +114,29 @@ class Digests:
         Why the gradients of the passes since `forget` cannot be used, or empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = True) -> None:
         self.refuted = False
         self.wrong = ""
+        self._at_once = at_once
+        self._iteration = 0
         self._pairs: dict[Any, _Pairs] = {}
+        self._late: list[_Late] = []
         self._aside: torch.cuda.Stream | None = None
         self._task = -1
+
+    def start_iteration(self) -> None:
+        """An iteration begins."""
+        self._iteration += 1
+        self.forget()
 
     def forget(self) -> None:
         """A pass begins: drop what one that came to nothing has left."""
         self._pairs.clear()
         self.wrong = ""
+
+    def compares(self, value: int) -> bool:
+        """Whether the replay of ``value`` is compared in this iteration."""
+        return self._waits or (self._iteration + value) % COMPARED_ONE_IN == 0
 
     def compare(self, saved: torch.Tensor, replayed: torch.Tensor) -> None:
         """Compare the digest of a saved value with that of its replay.
@@ -125,7 +159,7 @@ class Digests:
             Variable._execution_engine.queue_callback(self.demand_equal)
 
     def demand_equal(self) -> None:
-        """Wait for all comparisons so far.
+        """Ask for all comparisons so far, and demand of all that are known that they are equal.
 
         Raises
         ------
@@ -136,28 +170,70 @@ class Digests:
         for pairs in asked.values():
             try:
                 with unseen():
-                    equal = self._equal(pairs)
+                    equal = self._answer(pairs)
             except BaseException:
                 # Also out of memory, or interrupted: nobody may go on with what was not compared.
                 self.refute("bytes that forward saved were made again and could not be compared")
                 raise
             if not equal and not self.wrong:
-                self.refute(
-                    "bytes that forward saved were made again and came out otherwise: the program "
-                    "computes something else than when it was observed"
-                )
+                self.refute(_OTHERWISE)
+        self._hear(self._iteration)
         if self.wrong:
             raise PlanMismatchError(self.wrong)
 
-    def _equal(self, pairs: _Pairs) -> bool:
+    def settle(self) -> None:
+        """Wait for all answers that are on their way.
+
+        Raises
+        ------
+        PlanMismatchError
+            If a replay came out otherwise, and nobody has been told.
+        """
+        known = self.refuted
+        self._hear(self._iteration + 1)
+        if self.refuted and not known:
+            raise PlanMismatchError(self.wrong)
+
+    @property
+    def _waits(self) -> bool:
+        return self._at_once or self._iteration <= 1
+
+    def _answer(self, pairs: _Pairs) -> bool:
+        """Compare, on a stream that waits for the replays and nothing else; True if it is late."""
         if pairs.stream is None or pairs.complete is None:
             return pairs.equal()
         if self._aside is None:
             self._aside = torch.cuda.Stream(pairs.stream.device)  # type: ignore[no-untyped-call]
         self._aside.wait_event(pairs.complete)
-        # The digests outlive the wait in `equal`, so no stream can use their memory too early.
+        # The digests outlive the wait, so no stream can use their memory too early.
         with self._aside:
-            return pairs.equal()
+            if self._waits:
+                return pairs.equal()
+            equal = torch.empty((), dtype=torch.bool, pin_memory=True)
+            equal.copy_(pairs.compared(), non_blocking=True)
+            there = self._aside.record_event()
+        self._late.append(_Late(self._iteration, equal, there, pairs))
+        return True
+
+    def _hear(self, iteration: int) -> None:
+        """Read the answers that are there; those of iterations before ``iteration`` must be."""
+        while self._late:
+            late = self._late[0]
+            if late.iteration < iteration:
+                late.there.synchronize()
+            elif not late.there.query():  # type: ignore[no-untyped-call]
+                return
+            self._late.pop(0)
+            if late.equal or self.wrong:
+                continue
+            self.refute(_OTHERWISE)
+            if late.iteration < self._iteration or iteration > self._iteration:
+                self.wrong = (
+                    f"{_OTHERWISE}. This is known an iteration late: its gradients were wrong, and "
+                    "an optimizer may have used them. Go on from a state saved before; nothing is "
+                    "recomputed any more. policy='lifetime' never recomputes, and exact=True "
+                    "compares everything before an optimizer steps"
+                )
 
     def refute(self, why: str) -> None:
         """A replay cannot be right; the next `demand_equal` says so."""

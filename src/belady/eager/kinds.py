@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from belady.eager.digests import Digests
 from belady.eager.key import Key
 from belady.eager.planned import Planned
 from belady.eager.replay import Recipes
@@ -52,7 +53,19 @@ class Kind(Progress):
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
         super().observe_again()
+        self.settle()
         self.engine = None
+
+    def settle(self) -> None:
+        """Wait until all replays so far are known to be right.
+
+        Raises
+        ------
+        PlanMismatchError
+            If one was not, and nobody has been told.
+        """
+        if self.engine is not None:
+            self.engine.digests.settle()
 
 
 class Planning:
@@ -132,9 +145,10 @@ class Planning:
 
     def _put_in_force(self, kind: Kind, trace: Trace, trial: Trial) -> None:
         plan, carrier = trial.plan, self._carrier
+        kind.settle()
         kind.engine = None
         if not plan.moves_nothing:
-            kind.engine = Planned(
-                trace, plan, carrier, self._persistent, kind.recipes, self._fallback
-            )
+            digests = Digests(at_once=self.policy.exact or carrier.device.type == "cpu")
+            known = self._persistent, kind.recipes, self._fallback
+            kind.engine = Planned(trace, plan, carrier, *known, digests)
         kind.begin(trial, trace, carrier)

@@ -77,6 +77,7 @@ class Planned:
         persistent: Container[int],
         recipes: Recipes = _NO_RECIPES,
         fallback: Callable[[torch.Tensor], Any] = Kept,
+        digests: Digests | None = None,
     ) -> None:
         if plan.trace != trace.fingerprint:
             raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
@@ -86,7 +87,7 @@ class Planned:
         self._actions = actions(trace, plan)
         self._chains = chains(trace, plan, recipes)
         self._fallback = fallback
-        self.digests = Digests()
+        self.digests = digests or Digests()
         self.calls = recipes.follower() if self._chains else None
         self._needed = {value for chain in self._chains.values() for value in chain.saved}
         self._tables = tables(trace, plan, self._needed)
@@ -105,7 +106,7 @@ class Planned:
         self._live: dict[int, weakref.ref[Moved | Packed | Recomputed]] = {}
         self._inputs: dict[int, weakref.ref[PlannedSaved | PlannedKept]] = {}
         self._move_to(0)
-        self.digests.forget()
+        self.digests.start_iteration()
         if self.calls is not None:
             self.calls.start_iteration()
         self._table: list[Entry | None] = []

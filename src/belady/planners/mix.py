@@ -10,7 +10,7 @@ import numpy as np
 
 from belady.ir import residency
 from belady.ir.plan import Assignment, Offload, Plan, Recompute
-from belady.ir.replay import seconds_of, sources
+from belady.ir.replay import compared_share, seconds_of, sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Trace
 from belady.planners.base import Draft, assemble
@@ -181,7 +181,8 @@ class Mixer:
         """Seconds of a replay, and of the digests taken when the value is saved and made again."""
         case = self._case
         nbytes = case.trace.storages[case.trace.values[value].storage].nbytes
-        return seconds_of(case.trace, replay) + 2 * case.hardware.memory_seconds(nbytes)
+        digests = 2 * compared_share(case.trace) * case.hardware.memory_seconds(nbytes)
+        return seconds_of(case.trace, replay) + digests
 
     def _begin(self, wish: Wish) -> tuple[Away, Bytes] | None:
         """All that may move away, with fewer replays where these need too much memory."""

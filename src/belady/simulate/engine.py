@@ -15,7 +15,7 @@ from itertools import pairwise
 from belady.errors import PlanMismatchError, TierError
 from belady.ir.hardware import HardwareProfile, Link
 from belady.ir.plan import Encode, Offload, Plan, Recompute
-from belady.ir.replay import sources
+from belady.ir.replay import compared_share, sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.timeline import Cause, Lane, Timeline
 from belady.ir.trace import Tier, Trace
@@ -192,10 +192,10 @@ class _Issuer:
                 after = (*after, self.compute)
             self._copy(value, lane, link, after)
 
-    def _issue(self, link: Link | None, value: int) -> tuple[Task, ...]:
+    def _issue(self, link: Link | None, value: int, share: float = 1.0) -> tuple[Task, ...]:
         """The host's part of a copy or a pass: what must have ended before it starts."""
         if link is not None and link.issue_s:
-            self.host = self._add(Task(Lane.HOST, link.issue_s, value=value))
+            self.host = self._add(Task(Lane.HOST, share * link.issue_s, value=value))
         return (self.host,) if self.host else ()
 
     def _copy(self, value: int, lane: Lane, link: Link, after: tuple[Task, ...]) -> Task:
@@ -219,13 +219,17 @@ class _Issuer:
             self._pass_over(value, boundary)
 
     def _pass_over(self, value: int, boundary: int) -> None:
-        """The device reads all bytes of a value, and writes those of an encoding."""
+        """The device reads all bytes of a value, and writes those of an encoding.
+
+        Of a replay it does so in some iterations: their share of the seconds is in each.
+        """
         decision = self.plan.decisions[value]
         nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
         nbytes += decision.nbytes if isinstance(decision, Encode) else 0
-        seconds = self.hardware.memory_seconds(nbytes)
+        share = compared_share(self.trace) if isinstance(decision, Recompute) else 1.0
+        seconds = share * self.hardware.memory_seconds(nbytes)
         if seconds or isinstance(decision, Encode):
-            host = self._issue(self.hardware.link(Tier.DEVICE, Tier.DEVICE), value)
+            host = self._issue(self.hardware.link(Tier.DEVICE, Tier.DEVICE), value, share)
             task = Task(Lane.COMPUTE, seconds, host, op=boundary, value=value)
             self.compute = self._add(task)
 

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+import torch
+
+from belady.eager.digests import Digests, _Late, _Pairs
+from belady.errors import PlanMismatchError
+from belady.ir.replay import COMPARED_ONE_IN
+
+VALUES = range(3 * COMPARED_ONE_IN)
+
+
+@dataclass
+class Event:
+    there: bool = False
+
+    def query(self) -> bool:
+        return self.there
+
+    def synchronize(self) -> None:
+        self.there = True
+
+
+def answering(equal: bool) -> tuple[Digests, Event]:
+    """Digests in their second iteration, with one answer of it on its way."""
+    digests, event = Digests(at_once=False), Event()
+    digests.start_iteration()
+    digests.start_iteration()
+    there = cast("torch.cuda.Event", event)
+    digests._late.append(_Late(2, torch.tensor(equal), there, _Pairs(None)))
+    return digests, event
+
+
+def test_asked_at_once_every_replay_is_compared_in_every_iteration():
+    digests = Digests()
+    for _ in range(4):
+        digests.start_iteration()
+        assert all(map(digests.compares, VALUES))
+
+
+def test_else_all_are_compared_first_and_then_each_in_its_turn():
+    digests = Digests(at_once=False)
+    digests.start_iteration()
+    assert all(map(digests.compares, VALUES))
+    turns = []
+    for _ in range(COMPARED_ONE_IN):
+        digests.start_iteration()
+        turns.append({value for value in VALUES if digests.compares(value)})
+    assert sorted(value for turn in turns for value in turn) == list(VALUES)
+    assert {len(turn) for turn in turns} == {3}
+
+
+def test_an_answer_that_is_not_there_is_not_waited_for_in_its_own_iteration():
+    digests, event = answering(equal=False)
+    digests.demand_equal()
+    assert not event.there
+    assert not digests.refuted
+
+
+def test_an_answer_that_is_there_in_its_own_iteration_stops_the_optimizer():
+    digests, event = answering(equal=False)
+    event.there = True
+    with pytest.raises(PlanMismatchError, match="no optimizer has used them"):
+        digests.demand_equal()
+
+
+def test_the_next_iteration_waits_for_the_answer_and_says_that_it_is_late():
+    digests, event = answering(equal=False)
+    digests.start_iteration()
+    with pytest.raises(PlanMismatchError, match=r"an iteration late.*state saved before"):
+        digests.demand_equal()
+    assert event.there
+    assert digests.refuted
+    digests.start_iteration()
+    digests.demand_equal()
+
+
+def test_a_late_answer_that_all_was_equal_is_forgotten():
+    digests, _ = answering(equal=True)
+    digests.start_iteration()
+    digests.demand_equal()
+    assert not digests.refuted
+    assert digests._late == []
+
+
+def test_whoever_ends_waits_for_what_is_on_its_way_and_is_told_once():
+    digests, event = answering(equal=False)
+    with pytest.raises(PlanMismatchError, match="an iteration late"):
+        digests.settle()
+    assert event.there
+    digests.settle()
