@@ -15,6 +15,7 @@
     ├── TraceError                  an iteration that cannot be traced
     ├── SectionError                modules that cannot run in slices along the batch
     ├── OrderError                  a gradient that the coordinated order cannot give
+    ├── GraphError                  a gradient that a captured graph cannot give
     └── MissingExtraError           (ImportError)  an optional dependency is absent
 
 Errors of the user's own code are never wrapped: they come out as they went in.
@@ -104,6 +105,10 @@ class SectionError(BeladyError):
 
 class OrderError(BeladyError):
     """A layer goes backward in the coordinated order, and is asked for what that cannot give."""
+
+
+class GraphError(BeladyError):
+    """A captured graph is asked for a gradient that it cannot give, or not in the same bits."""
 
 
 class MissingExtraError(BeladyError, ImportError):

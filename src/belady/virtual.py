@@ -193,7 +193,7 @@ class VirtualMemory:
         run = self.run()
         if run is not None:
             return describe(run)
-        left_out: list[str] = getattr(self._tracker.conductor, "left_out", list)()
+        left_out: list[str] = getattr(self._tracker, "unmanaged", list)()
         return "\n".join(["belady: no iteration has been planned yet", *left_out, ""])
 
     @property
@@ -254,7 +254,8 @@ class VirtualMemory:
         # Not before it is needed: Dynamo takes a second to load.
         from belady.graph.roots import Roots
 
-        return Roots(self._session, self._eagerly if engine == "auto" else None)
+        instead = self._eagerly if engine == "auto" else None
+        return Roots(self._session, instead, exact=self._limits.exact)
 
     def _eagerly(self, why: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Go on with the eager engine, from a call that is under way."""

@@ -23,7 +23,9 @@ OPTIONS = {
         *("-o", "--output", "--json"),
     },
     "plot": {"-o", "--output", "--columns"},
-    "profile": {"-o", "--output", "--iterations", "--spill-dir", "-m", "--module"},
+    "profile": {
+        *("-o", "--output", "--iterations", "--engine", "--spill-dir", "-m", "--module"),
+    },
     "report": {"-o", "--output"},
     "run": {
         *("--budget", "--policy", "--host-budget", "--disk-budget", "--spill-dir", "--report"),

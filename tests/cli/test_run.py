@@ -167,6 +167,17 @@ def test_profile_writes_the_trace_and_ends_early(
     assert memory.made[0].limits.policy == "hybrid"  # its traces say what can be replayed
 
 
+def test_profile_can_be_of_another_engine(
+    memory: type[FakeMemory], script: Script, tmp_path: Path
+) -> None:
+    memory.run_document = a_run()
+    output = tmp_path / "trace.json"
+    result = belady("profile", "-o", output, "--engine", "graph", script(TRAIN))
+    assert result.exit_code == 0
+    assert memory.made[0].limits.engine == "graph"
+    assert belady("profile", "--engine", "steam", script(TRAIN)).exit_code == 2
+
+
 def test_profile_of_nothing(memory: type[FakeMemory], script: Script, tmp_path: Path) -> None:
     output = tmp_path / "trace.json"
     result = belady("profile", "-o", output, script("pass"))

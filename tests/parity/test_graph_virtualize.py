@@ -158,6 +158,38 @@ def test_the_report_says_that_a_call_was_watched_by_somebody_else() -> None:
     assert "under a dispatch mode" in run.notes[0]
 
 
+def test_the_report_names_a_root_inside_somebody_elses_compile() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    x = torch.ones(1, 2)
+    with belady.virtualize([model, model[0]], ROOM, policy="floor", engine="graph") as vm:
+        step = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
+        step(x).backward()
+        said = [f"{name} is called inside what torch.compile" for name in ("Sequential", "Linear")]
+        assert all(it in vm.report() for it in said)
+        for _ in range(4):
+            model(x).sum().backward()
+        run = vm.run()
+    assert run is not None
+    assert all(any(it in note for note in run.notes) for it in said)
+
+
+def test_a_root_inside_another_is_part_of_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with belady.virtualize([model, model[0]], ROOM, policy="floor", engine="graph") as vm:
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+        run = vm.run()
+    assert run is not None
+    assert run.notes == ()
+
+
+def test_the_report_says_why_the_very_first_call_was_not_captured() -> None:
+    model = nn.Linear(2, 2)
+    with within(model) as vm, FlopCounterMode(display=False):
+        model(torch.ones(1, 2))
+        assert "under a dispatch mode" in vm.report()
+
+
 @pytest.mark.parametrize("task", [CNN, LSTM, Task("talking", lambda: [Talking()], batch)], ids=str)
 def test_auto_captures_what_can_be_captured_as_a_whole(task: Task) -> None:
     expected, training = Training(task).run(plain, range(6)), Training(task)

@@ -19,6 +19,7 @@ NAMES = [
     "BeladyError",
     "BudgetError",
     "DocumentError",
+    "GraphError",
     "InfeasibleBudgetError",
     "MissingExtraError",
     "OrderError",

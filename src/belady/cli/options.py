@@ -47,7 +47,7 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         metavar="NAME",
-        help="What carries the plan out: eager, graph, inductor or auto.",
+        help="What runs the models: eager, graph, inductor or auto.",
         callback=_known_engine,
     ),
 ]

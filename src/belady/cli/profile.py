@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from belady.cli.exits import FAILED
-from belady.cli.options import NO_LIMIT, ModuleOption, ScriptArgument, SpillDirOption
+from belady.cli.options import (
+    NO_LIMIT,
+    EngineOption,
+    ModuleOption,
+    ScriptArgument,
+    SpillDirOption,
+)
 from belady.cli.progress import Progress
 from belady.cli.show import note
 from belady.ir.files import save
@@ -24,6 +30,7 @@ def profile(
     iterations: Annotated[
         int, typer.Option("--iterations", min=1, help="Training iterations to run.")
     ] = _ENOUGH,
+    engine: EngineOption = "eager",
     spill_dir: SpillDirOption = None,
     module: ModuleOption = False,
 ) -> None:
@@ -34,7 +41,7 @@ def profile(
     from belady.eager.limits import Limits
     from belady.launch import LaunchOptions, run_script
 
-    limits = Limits(budget=NO_LIMIT, spill_dir=spill_dir, policy="hybrid")
+    limits = Limits(budget=NO_LIMIT, spill_dir=spill_dir, policy="hybrid", engine=engine)
     options = LaunchOptions(limits, module=module, iterations=iterations)
     with Progress() as progress:
         launched = run_script(command[0], command[1:], options=options, progress=progress)

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from belady.errors import TraceError
-from belady.graph import doors
+from belady.errors import GraphError, TraceError
+from belady.graph import autograd, doors
+from belady.graph.bits import summed
 from belady.graph.contents import Contents
 from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.program import Program, program_of
-from belady.graph.refusals import refuse_other_bits
+from belady.graph.refusals import refuse_other_bits, refuse_sums
 from belady.memory.geometry import below_autograd
 from belady.memory.witness import demand_unchanged
 
@@ -70,6 +71,10 @@ class Host(Protocol):
 
     def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
         """It has run."""
+        ...
+
+    def unused(self, graph: Captured) -> None:
+        """A backward is about to run for some results of a forward only."""
         ...
 
     def enter_backward(self, state: State, args: Sequence[Any]) -> None:
@@ -125,13 +130,17 @@ class Captured:
         Of a graph that is differentiated and that this engine can carry out.
     name
         What reports call it: the root of which it is a part.
+    summed
+        Numbers of the gradients that it sums itself.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, *, sums: bool = True) -> None:
         self._host = host
+        self._sums = sums
         self.name = ""
         self.joint: Joint | None = None
         self.layout = Layout()
+        self.summed: tuple[int, ...] = ()
 
     @cached_property
     def as_saved(self) -> Program:
@@ -152,12 +161,29 @@ class Captured:
         """
         parts = Joint.of(joint, num_fwd_outputs)
         refuse_other_bits(parts, self._host.device)
+        if not self._sums:
+            refuse_sums(parts)
+        self.summed = summed(parts)
         layout = Layout.of(parts, self._host.device)
         self.joint, self.layout = parts, layout
         self._host.captured(self)
         return doors.stubs(
             parts.primals, parts.tangents, parts.forward_outputs, parts.backward_outputs
         )
+
+    def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, which is this graph made runnable, with an eye on what of it is used."""
+        joint, host = self.joint, self._host
+        if joint is None or len(joint.tangents) < 2:
+            return run
+
+        def watched(*args: Any) -> Any:
+            results = run(*args)
+            tangents = len(joint.tangents)
+            autograd.when_in_part(results, tangents, lambda: host.unused(self))
+            return results
+
+        return watched
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> doors.Runner:
         """How forward runs."""
@@ -194,11 +220,12 @@ class Captured:
         return [*results, token]
 
 
-def backend_of(host: Host, *, strict: bool = False) -> Callable[..., Any]:
+def backend_of(host: Host, *, strict: bool = False, sums: bool = True) -> Callable[..., Any]:
     """A backend for `torch.compile` whose graphs ``host`` decides over.
 
     What it cannot carry out runs as Dynamo captured it, op by op under autograd; with ``strict`` it
-    raises `TraceError` instead. Whoever calls holds ``host``: torch holds every backend for good.
+    raises `TraceError` instead. Nor does it carry out a graph that sums gradients without ``sums``.
+    Whoever calls holds ``host``: torch holds every backend for good.
     """
     known = weakref.ref(host)
 
@@ -206,7 +233,8 @@ def backend_of(host: Host, *, strict: bool = False) -> Callable[..., Any]:
         alive = known()
         assert alive is not None
         try:
-            return doors.compile_joint(module, inputs, Captured(alive))
+            captured = Captured(alive, sums=sums)
+            return captured.watching(doors.compile_joint(module, inputs, captured))
         except TraceError as error:
             if strict:
                 raise
@@ -225,8 +253,18 @@ def _backward(args: list[Any]) -> list[Any]:
         )
     host, turn = state.graph._host, state.turn
     host.enter_backward(state, args)
-    saved = state.take(keep=doors.keeps_graph())
+    keep = autograd.keeps_graph()
+    if keep:
+        autograd.when_asked_for_more(_refuse_second_order)
+    saved = state.take(keep=keep)
     with below_autograd():
         results = turn.program.backward(saved, args, turn.contents, turn.watch)
     host.left_backward(state, results)
     return results
+
+
+def _refuse_second_order() -> None:
+    raise GraphError(
+        "the gradients of a captured graph have no graph of their own: create_graph=True (a "
+        "gradient of a gradient) needs engine='eager'"
+    )

@@ -1,4 +1,4 @@
-"""Every torch-internal name that the graph engine uses; checked against torch 2.13 and 2.11.
+"""Torch-internal names that the graph engine uses to capture; checked against torch 2.13 and 2.11.
 
 AOTAutograd traces forward and backward into one joint graph and asks a partitioner to cut it in
 two. Ours keeps the joint graph and gives AOTAutograd a cut in which one tensor without elements
@@ -38,7 +38,6 @@ __all__ = [
     "fake_value",
     "is_compiled",
     "is_forward",
-    "keeps_graph",
     "kernel_of",
     "stubs",
     "tensors_on",
@@ -208,11 +207,6 @@ def as_boxed(run: Callable[[list[Any]], Any]) -> Runner:
 
     boxed._boxed_call = True  # type: ignore[attr-defined]
     return boxed
-
-
-def keeps_graph() -> bool:
-    """Whether the backward under way may be asked for again (``retain_graph``)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_forward(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from belady.errors import InfeasibleBudgetError
+from belady.graph.bits import Bits
 from belady.graph.capture import Captured
 from belady.graph.kinds import Force, Kind
 from belady.graph.parts import Drawn, Part
@@ -34,6 +35,11 @@ class Planning:
         The models whose parameters the graphs take.
     inductor
         Makes the kernels of planned iterations; None: each op has its own.
+
+    Attributes
+    ----------
+    bits
+        Notes where gradients can have other bits than plain PyTorch's.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class Planning:
         self._policy = policy
         self._hardware = hardware
         self._carrier = carrier
-        self._numerics = () if inductor is None else ("inductor",)
+        self.bits = Bits(exact=policy.exact)
         self._verification = Verification(policy, hardware)
         self._floors: dict[tuple[Captured, bool], Force] = {}
 
@@ -57,7 +63,13 @@ class Planning:
     def notes(self) -> list[str]:
         """What a user should know of plans and kernels, one sentence each."""
         compiling = [] if self._inductor is None else self._inductor.notes
-        return [*self._verification.notes, *compiling]
+        return [*self.bits.notes, *self._verification.notes, *compiling]
+
+    @property
+    def _numerics(self) -> tuple[str, ...]:
+        """What can change a bit besides the settings of a plan."""
+        kernels = () if self._inductor is None else ("inductor",)
+        return (*kernels, *self.bits.numerics)
 
     def floor(self, graph: Captured, args: Sequence[Any], *, watched: bool) -> Force:
         """How a graph runs that no plan covers: what may move moves.

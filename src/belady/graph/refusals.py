@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from belady.errors import TraceError
+from belady.graph.bits import summed
 from belady.graph.joint import Joint
 
 _aten = torch.ops.aten
@@ -41,3 +42,18 @@ def refuse_other_bits(joint: Joint, device: torch.device) -> None:
     for (node, dtype), count in casts.items():
         if count > 1:
             raise TraceError(f"{node} is cast to {dtype} {count} times: autocast does it once")
+
+
+def refuse_sums(joint: Joint) -> None:
+    """Refuse a graph that sums gradients to which others may add: see `belady.graph.bits`.
+
+    Raises
+    ------
+    TraceError
+        If it does.
+    """
+    if summed(joint):
+        raise TraceError(
+            "a part of the model uses a tensor several times, whose gradients it would sum in an "
+            "order of its own, which exact=True forbids"
+        )

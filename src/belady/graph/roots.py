@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from belady.forwards import Forward, is_patched, plain_forward
 from belady.graph import doors
 from belady.graph.capture import backend_of
-from belady.graph.session import Session
+from belady.graph.session import Session, unmanaged
 
 # Takes a reason, a module, and the arguments of a call of it.
 Instead = Callable[[str, torch.nn.Module, Any, Any], Any]
@@ -30,6 +31,9 @@ class Roots:
         Runs a call in another way, given a reason, and all later calls; None: what cannot be
         captured runs as plain PyTorch. It is asked in the first call of each root, before
         anything of it runs.
+    exact
+        Whether no bit may change. Where a call is not captured as a whole, one part may add to a
+        gradient that another has summed: parts that sum gradients then run as plain PyTorch.
 
     Attributes
     ----------
@@ -37,16 +41,25 @@ class Roots:
         The modules.
     conductor
         Decides how their graphs run; None before the first call.
+    reasons
+        Why calls run as plain PyTorch, and how often; the session's own once there is one.
+    under_way
+        Whether a root is being called.
     """
 
     def __init__(
         self,
         prepare: Callable[[torch.nn.Module], Session],
         instead: Instead | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
         self.roots: list[torch.nn.Module] = []
         self.conductor: Session | None = None
         self.instead = instead
+        self.exact = exact
+        self.reasons: Counter[str] = Counter()
+        self.under_way = False
         self._prepare = prepare
         self._places: list[_Compiled] = []
         # By function, and whether whole: modules of one class share their graphs.
@@ -103,6 +116,8 @@ class Roots:
         """The session, which is told that ``module`` is called; made in the first call of all."""
         if self.conductor is None:
             self.conductor = self._prepare(module)
+            self.conductor.reasons.update(self.reasons)
+            self.reasons = self.conductor.reasons
         self.conductor.calling = type(module).__name__
         return self.conductor
 
@@ -113,15 +128,26 @@ class Roots:
         """
         session, name = self.open(module), (type(module).forward, whole)
         if name not in self._forwards:
-            backend = backend_of(session, strict=whole)
+            backend = backend_of(session, strict=whole, sums=whole or not self.exact)
             self._forwards[name] = doors.compile_forward(type(module), backend, whole=whole)
         return self._forwards[name]
 
     def left_out(self, reasons: list[str]) -> None:
         """Note what of a call was not captured."""
-        if self.conductor is not None:
-            for reason in reasons:
-                self.conductor.not_captured(reason)
+        self.reasons.update(reasons)
+
+    def unmanaged(self) -> list[str]:
+        """What of the models runs as plain PyTorch, one sentence each."""
+        return unmanaged(self.reasons)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """A root is called in the block."""
+        before, self.under_way = self.under_way, True
+        try:
+            yield
+        finally:
+            self.under_way = before
 
 
 class _Compiled(Forward):
@@ -135,6 +161,9 @@ class _Compiled(Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        if torch.compiler.is_compiling():
+            _captured_inside(self)
+            return plain_forward(self.alive())(*args, **kwargs)
         module, roots = self.alive(), self._roots()
         if roots is None or not _is_pass():
             return plain_forward(module)(*args, **kwargs)
@@ -142,9 +171,17 @@ class _Compiled(Forward):
             roots.left_out(["a call under a dispatch mode, of which Dynamo captures nothing"])
             return plain_forward(module)(*args, **kwargs)
         roots.open(module)
-        if roots.instead is not None and self._run is None:
-            return self._as_a_whole(roots, roots.instead, args, kwargs)
-        return self._in_parts(roots, args, kwargs)
+        with roots.calling():
+            if (roots.instead is not None or roots.exact) and self._run is None:
+                return self._as_a_whole(roots, args, kwargs)
+            return self._in_parts(roots, args, kwargs)
+
+    def captured_inside(self) -> None:
+        """Somebody's capture has come across the module: note it, unless it is one of ours."""
+        roots = self._roots()
+        if roots is not None and not roots.under_way:
+            name = type(self.alive()).__name__
+            roots.left_out([f"{name} is called inside what torch.compile captures for itself"])
 
     def _in_parts(self, roots: Roots, args: Any, kwargs: Any) -> Any:
         if self._run is None:
@@ -152,26 +189,31 @@ class _Compiled(Forward):
         with doors.breaks(roots.left_out):
             return self._run(self.alive(), *args, **kwargs)
 
-    def _as_a_whole(self, roots: Roots, instead: Instead, args: Any, kwargs: Any) -> Any:
+    def _as_a_whole(self, roots: Roots, args: Any, kwargs: Any) -> Any:
         """A call while every one before was captured as a whole."""
         module, known = self.alive(), self._whole
         run = known or roots.compiled(module, whole=True)
         try:
             result = run(module, *args, **kwargs)
         except doors.NotCaptured as error:
-            if known is None:
-                return instead(str(error).strip().partition("\n")[0], module, args, kwargs)
+            if known is None and roots.instead is not None:
+                return roots.instead(str(error).strip().partition("\n")[0], module, args, kwargs)
         else:
             self._whole = run
             return result
         return self._in_parts(roots, args, kwargs)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _captured_inside(place: _Compiled) -> None:
+    """Run while Dynamo captures, and not by what it has captured."""
+    place.captured_inside()
+
+
 def _is_pass() -> bool:
-    """Whether a call is to be managed: no inference, no capture of its own, no tracing."""
+    """Whether a call is to be managed: no inference, no capture of its own."""
     return (
         torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
         # A captured graph would copy to host memory that is somebody else's when it replays.
         and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     )

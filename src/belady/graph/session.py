@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from belady.graph import doors
+from belady.graph import autograd
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
 from belady.graph.iteration import Iteration
@@ -139,6 +139,10 @@ class Session:
         if iteration.watched is not None:
             iteration.watched.leave(results, state.outside())
 
+    def unused(self, graph: Captured) -> None:
+        """Note it."""
+        self._planning.bits.found("unused results", graph.name)
+
     def enter_backward(self, state: State, args: Sequence[Any]) -> None:
         """Note what comes in."""
         if state.turn.tag is None:
@@ -163,7 +167,8 @@ class Session:
         iteration, _ = state.turn.tag
         if iteration.watched is not None:
             iteration.watched.leave(results)
-        if not doors.keeps_graph():
+        self._planning.bits.watch(state.graph, results)
+        if not autograd.keeps_graph():
             iteration.open.discard(state)
         current = self._iteration
         if current is not None and current is iteration and not (current.open or current.ended):
@@ -184,6 +189,7 @@ class Session:
         if not iteration.ended:
             self._monitor.cancel()
         self._carrier.sweep()
+        self._planning.bits.forget()
         if not all(forward for _, forward in iteration.order) and iteration.ended:
             self._ended(iteration.kind.stage, iteration.sample)
             order = tuple(iteration.order)
@@ -196,6 +202,7 @@ class Session:
         """From now on graphs save on the device, as plain PyTorch does. Idempotent."""
         self._settle()
         iteration, self._iteration, self._closed = self._iteration, None, True
+        self._planning.bits.forget()
         if iteration is not None and not iteration.ended:
             self._monitor.cancel()
 
@@ -221,7 +228,7 @@ class Session:
 
     def left_out(self) -> list[str]:
         """What of the models runs as plain PyTorch, one sentence each."""
-        return [f"not captured, and so not managed: {reason}" for reason in self.reasons]
+        return unmanaged(self.reasons)
 
     def _begin(self, graph: Captured) -> Iteration:
         kind = self._kinds.setdefault(graph, Kind())
@@ -267,6 +274,11 @@ class Session:
         peak = 0 if counted is None else counted.peak_bytes
         if kind.went_as_planned(iteration.sample, peak):
             self._planning.verify(kind)
+
+
+def unmanaged(reasons: Iterable[str]) -> list[str]:
+    """One sentence for each reason why a part of a model runs as plain PyTorch."""
+    return [f"not captured, and so not managed: {reason}" for reason in reasons]
 
 
 def _is_whole(order: Order) -> bool:

@@ -1,0 +1,102 @@
+"""The backward under way: every internal name of autograd that the graph engine uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
+
+
+def keeps_graph() -> bool:
+    """Whether the backward under way may be asked for again (``retain_graph``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def when_asked_for_more(refuse: Callable[[], None]) -> None:
+    """Call ``refuse`` when somebody differentiates the gradients of the backward under way.
+
+    Torch refuses that too, in words that do not say what to do.
+    """
+
+    def after(gradients: Sequence[torch.Tensor | None], _: object) -> None:
+        handle.remove()
+        if torch.is_grad_enabled():
+            given = [it.grad_fn for it in gradients if it is not None]
+            for node in dict.fromkeys(given):
+                # Without a graph the second gradient would be missing, and nobody would say so.
+                refuse() if node is None else node.register_prehook(lambda _: refuse())
+
+    handle = torch._C._current_autograd_node().register_hook(after)
+
+
+def when_in_part(results: Sequence[Any], number: int, tell: Callable[[], None]) -> None:
+    """Call ``tell`` before a backward of a graph that gets less than ``number`` gradients.
+
+    Those that are missing are zeros then.
+
+    Parameters
+    ----------
+    results
+        Of the graph's forward.
+    """
+    nodes = [it.grad_fn for it in results if isinstance(it, torch.Tensor) and it.grad_fn]
+    # A view is made of what the graph gives, beside it.
+    nodes += [node for it in nodes for node, _ in it.next_functions if node]
+    ours = next((node for node in nodes if node.name() == "CompiledFunctionBackward"), None)
+
+    def look(gradients: Sequence[torch.Tensor | None]) -> None:
+        if sum(it is not None for it in gradients) < number:
+            tell()
+
+    if ours is not None:
+        ours.register_prehook(look)
+
+
+def when_joined(
+    places: Sequence[int], gradients: Sequence[torch.Tensor], tell: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Call ``tell`` where gradients of the backward under way are not all that their tensors get.
+
+    Parameters
+    ----------
+    places
+        Of the gradients, among the tensors that the forward took.
+
+    Returns
+    -------
+    list of RemovableHandle
+        To be removed when the backward is over, in case that it was cut short.
+    """
+    following = torch._C._current_autograd_node().next_functions
+    return [
+        _joined(*following[place], gradient, tell)
+        for place, gradient in zip(places, gradients, strict=True)
+    ]
+
+
+def _joined(
+    node: Any, number: int, gradient: torch.Tensor, tell: Callable[[], None]
+) -> RemovableHandle:
+    ours, leaf = TensorWeakRef(gradient), getattr(node, "variable", None)
+    task = torch._C._current_graph_task_id()
+
+    def look(found: Any) -> None:
+        if torch._C._current_graph_task_id() != task:
+            return  # of another backward: this one did not ask for the tensor's gradient
+        handle.remove()
+        # What came later was added to ours, in its place, as plain PyTorch does.
+        if ours() is not (found[number] if leaf is None else found):
+            tell()
+
+    if leaf is None:
+        handle: RemovableHandle = node.register_prehook(look)
+    else:
+        # Others' hooks may replace the gradient: this one goes first.
+        handle = leaf.register_hook(look)
+        others = {key: hook for key, hook in leaf._backward_hooks.items() if key != handle.id}
+        leaf._backward_hooks.clear()
+        leaf._backward_hooks.update({handle.id: look, **others})
+    return handle

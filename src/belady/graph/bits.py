@@ -1,0 +1,117 @@
+"""Where gradients of captured graphs can have other bits than plain PyTorch's.
+
+*Sums.* Plain PyTorch adds the gradients of a tensor as they come: ``((a + b) + c) + d``.
+A graph that uses the tensor twice hands out one gradient for both: ``(a + b) + (c + d)``. Bits can
+differ where others add to such a sum in the same backward. They cannot where all gradients come
+from one call of one graph, or where there are two in all.
+
+*Unused results.* Backward of a graph is one function of the gradients of all results. A result that
+the loss does not use counts as one with a gradient of zero: what leads to it alone gets zeros where
+plain PyTorch leaves None, and optimizers then step, decay and keep state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from belady.errors import GraphError
+from belady.graph import autograd, doors
+from belady.graph.joint import Joint
+
+if TYPE_CHECKING:
+    from belady.graph.capture import Captured
+
+_ADD = torch.ops.aten.add.Tensor
+_SAID = {
+    "gradient sums": (
+        "{} uses a tensor several times in one graph, and the tensor gets another gradient in the "
+        "same backward: the order of the sum is not plain PyTorch's, which can change the last bits"
+    ),
+    "unused results": (
+        "{} gives results that the loss does not use: what leads to them alone gets gradients of "
+        "zero, where plain PyTorch leaves None"
+    ),
+}
+
+
+def summed(joint: Joint) -> tuple[int, ...]:
+    """Numbers of the gradients of backward that are sums over several uses of an input."""
+    uses = [leaf for step in joint.forward for leaf in _arguments(step.node)]
+    backward = {node for step in joint.backward for node in step.made}
+    return tuple(
+        place
+        for place, (primal, result) in enumerate(
+            zip(joint.primals, joint.backward_outputs, strict=False)
+        )
+        if isinstance(result, fx.Node)
+        and result.target is _ADD
+        and backward.issuperset(result.all_input_nodes)
+        and uses.count(primal) > 1
+    )
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    return tree_leaves((node.args, node.kwargs))
+
+
+class Bits:
+    """Notes what can change a bit, while backwards run.
+
+    Parameters
+    ----------
+    exact
+        Whether that is an error.
+
+    Attributes
+    ----------
+    numerics
+        What a plan says of it.
+    notes
+        One sentence for each of these words and each root that it happened to.
+    """
+
+    def __init__(self, *, exact: bool) -> None:
+        self.numerics: tuple[str, ...] = ()
+        self.notes: list[str] = []
+        self._exact = exact
+        self._handles: list[Any] = []
+
+    def watch(self, graph: Captured, results: Sequence[Any]) -> None:
+        """Look at what becomes of ``results``, with which a backward is about to return."""
+        joint, name = graph.joint, graph.name
+        if joint is None or not graph.summed:
+            return
+        tensors = [n for n in joint.primals if isinstance(doors.fake_value(n), torch.Tensor)]
+        places = [tensors.index(joint.primals[place]) for place in graph.summed]
+        gradients = [results[place] for place in graph.summed]
+
+        def joined() -> None:
+            self.found("gradient sums", name)
+
+        self._handles += autograd.when_joined(places, gradients, joined)
+
+    def forget(self) -> None:
+        """The backward is over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def found(self, word: str, name: str) -> None:
+        """Note that ``word`` holds of the root ``name``.
+
+        Raises
+        ------
+        GraphError
+            If bits are to be exact.
+        """
+        said = _SAID[word].format(name)
+        if self._exact:
+            raise GraphError(f"{said}; exact=True forbids that: use engine='eager'")
+        if said not in self.notes:
+            self.notes.append(said)
+            self.numerics = tuple(sorted({*self.numerics, word}))

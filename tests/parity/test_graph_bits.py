@@ -1,0 +1,264 @@
+"""Gradients of captured graphs that can have other bits are said to, and `exact=True` has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import belady
+from belady.errors import GraphError
+from belady.ir.run import Run
+from belady.ir.trace import Source
+from belady.virtual import VirtualMemory
+from tests.support.training import repeatable
+
+ROOM = 1 << 30
+WIDTH = 33
+ITERATIONS = 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    with repeatable():
+        yield
+    torch._dynamo.reset()
+
+
+class Tied(nn.Module):
+    """Calls its one layer so often in each part; between parts a graph breaks."""
+
+    def __init__(self, *parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.parts[0]):
+            x = torch.tanh(self.layer(x))
+        if len(self.parts) == 1:
+            return x
+        torch._dynamo.graph_break()
+        for _ in range(self.parts[1]):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+class Skipping(Tied):
+    """What the first part gives is used twice in the second, and once more after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layer(x)
+        torch._dynamo.graph_break()
+        second = first.sin() + first * first.cos()
+        torch._dynamo.graph_break()
+        return second.exp() + first
+
+
+class Two(Tied):
+    """Gives two results, the second of which has a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = super().forward(x)
+        return x, self.other(x)
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def penalized(model: nn.Module, x: Tensor) -> Tensor:
+    return squares(model, x) + model.layer.weight.cos().sum()
+
+
+def both(model: nn.Module, x: Tensor) -> Tensor:
+    first, second = model(x)
+    return first.square().sum() + second.sum()
+
+
+def gradients(model: nn.Module, loss: Loss) -> list[list[Tensor | None]]:
+    """Of some iterations, each from the same parameters."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(ITERATIONS):
+        loss(model, torch.randn(17, WIDTH, generator=generator)).backward()
+        found.append([it.grad for it in model.parameters()])
+        model.zero_grad()
+    return found
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def alike(found: list[list[Tensor | None]], make: Callable[[], nn.Module], loss: Loss) -> bool:
+    """Whether gradients are plain PyTorch's in every bit."""
+    pairs = [
+        pair
+        for mine, plain in zip(found, gradients(made(make), loss), strict=True)
+        for pair in zip(mine, plain, strict=True)
+    ]
+    return all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs)
+
+
+def within(model: nn.Module, engine: str = "graph", *, exact: bool = False) -> VirtualMemory:
+    return belady.virtualize(model, ROOM, policy="floor", engine=engine, exact=exact)
+
+
+def trained(make: Callable[[], nn.Module], loss: Loss) -> tuple[bool, Run]:
+    model = made(make)
+    with within(model) as vm:
+        found = gradients(model, loss)
+        run = vm.run()
+    assert run is not None
+    assert run.trace.source is Source.GRAPH
+    return alike(found, make, loss), run
+
+
+SUMMED = [
+    pytest.param(lambda: Tied(2, 2), squares, id="two parts"),
+    pytest.param(lambda: Tied(2, 1), squares, id="one part sums, and comes last"),
+    pytest.param(lambda: Tied(2), penalized, id="a penalty"),
+    pytest.param(lambda: Skipping(), squares, id="a result between parts"),
+]
+
+
+@pytest.mark.parametrize(("make", "loss"), SUMMED)
+def test_a_sum_in_another_order_is_said(make: Callable[[], nn.Module], loss: Loss) -> None:
+    same, run = trained(make, loss)
+    assert not same
+    assert run.plan.numerics == ("gradient sums",)
+    assert "the order of the sum is not plain PyTorch's" in run.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "loss"),
+    [((4,), squares), ((1, 1), squares), ((1,), penalized)],
+    ids=["one graph", "two in all", "two in all, one of them outside"],
+)
+def test_a_sum_in_the_same_order_is_not(parts: tuple[int, ...], loss: Loss) -> None:
+    same, run = trained(lambda: Tied(*parts), loss)
+    assert same
+    assert run.plan.numerics == ()
+
+
+def test_the_report_says_what_can_change_a_bit() -> None:
+    model = made(lambda: Tied(2, 2))
+    with within(model) as vm:
+        gradients(model, squares)
+        assert "Can change a bit of the result: gradient sums" in vm.report()
+
+
+def test_exact_runs_parts_that_sum_as_plain_pytorch() -> None:
+    make = lambda: Tied(2, 2)  # noqa: E731
+    model = made(make)
+    with within(model, exact=True) as vm:
+        assert alike(gradients(model, squares), make, squares)
+        assert "exact=True forbids" in vm.report()
+
+
+def test_exact_and_auto_take_the_eager_engine_for_parts() -> None:
+    make = lambda: Tied(2, 2)  # noqa: E731
+    model = made(make)
+    with within(model, "auto", exact=True) as vm:
+        assert alike(gradients(model, squares), make, squares)
+        run = vm.run()
+    assert run is not None
+    assert run.trace.source is Source.EAGER
+
+
+def test_exact_manages_what_is_captured_as_a_whole() -> None:
+    make = lambda: Tied(4)  # noqa: E731
+    model = made(make)
+    with within(model, exact=True) as vm:
+        assert alike(gradients(model, squares), make, squares)
+        run = vm.run()
+    assert run is not None
+    assert run.trace.source is Source.GRAPH
+
+
+def test_exact_refuses_another_gradient_before_it_is_there() -> None:
+    model = made(lambda: Tied(2))
+    with within(model, exact=True):
+        with pytest.raises(GraphError, match="exact=True forbids that: use engine='eager'"):
+            penalized(model, torch.ones(2, WIDTH)).backward()
+        assert model.layer.weight.grad is None
+        squares(model, torch.ones(2, WIDTH)).backward()
+    assert not model.layer.weight._backward_hooks
+
+
+def test_hooks_of_the_user_are_no_other_gradient() -> None:
+    model = made(lambda: Tied(2))
+    model.layer.weight.register_hook(lambda gradient: gradient * 2)
+    with within(model, exact=True):
+        squares(model, torch.ones(2, WIDTH)).backward()
+    assert model.layer.weight.grad is not None
+
+
+def test_no_hook_is_left_of_a_backward_that_was_cut_short() -> None:
+    model = made(lambda: Tied(2))
+    with within(model, exact=True):
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        x.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            squares(model, x).backward()
+    assert not model.layer.weight._backward_hooks
+
+
+def test_a_backward_that_asked_for_less_is_no_other_gradient() -> None:
+    model, x = made(lambda: Tied(2)), torch.ones(2, WIDTH, requires_grad=True)
+    with within(model, exact=True):
+        loss = squares(model, x)
+        torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+    assert not model.layer.weight._backward_hooks
+
+
+def test_results_that_are_not_used_are_said() -> None:
+    same, run = trained(Two, lambda model, x: model(x)[0].sum())
+    assert not same
+    assert run.plan.numerics == ("unused results",)
+    assert "where plain PyTorch leaves None" in run.notes[0]
+
+
+def test_results_that_are_used_are_not() -> None:
+    same, run = trained(Two, both)
+    assert same
+    assert run.plan.numerics == ()
+
+
+def test_exact_refuses_results_that_are_not_used() -> None:
+    model = made(Two)
+    with (
+        within(model, exact=True),
+        pytest.raises(GraphError, match="results that the loss does not use"),
+    ):
+        model(torch.ones(2, WIDTH))[0].sum().backward()
+    assert all(it.grad is None for it in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Using backward. with create_graph=True")
+def test_a_gradient_of_a_gradient_is_refused_where_it_is_asked_for() -> None:
+    model, x = made(lambda: Tied(2)), torch.ones(2, WIDTH, requires_grad=True)
+    with within(model):
+        (first,) = torch.autograd.grad(squares(model, x), x, create_graph=True)
+        with pytest.raises(GraphError, match=r"create_graph=True .* needs engine='eager'"):
+            first.square().sum().backward()
+
+
+def test_gradients_that_could_have_a_graph_need_not_be_used_so() -> None:
+    model, x = made(lambda: Tied(2)), torch.ones(2, WIDTH, requires_grad=True)
+    (plain,) = torch.autograd.grad(squares(model, x), x)
+    with within(model):
+        (found,) = torch.autograd.grad(squares(model, x), x, create_graph=True)
+    assert found.equal(plain)
