@@ -59,7 +59,7 @@ def check_plan(trace: Trace, hardware: HardwareProfile, made: Plan, budget: Budg
     reads = [read_by(trace.values[a.value]) for a in made.assignments]
     assert reads == sorted(reads)
     assert all(a.reason for a in made.assignments)
-    assert bool(made.numerics) == (made.workspace is not Workspace.UNCHANGED)
+    assert bool(made.numerics) == (made.workspace is Workspace.MEMORY)
 
 
 def check_planner(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import nextafter
 
 import torch
 
@@ -30,7 +31,9 @@ def allowance(device: torch.device, nbytes: int) -> Iterator[None]:
     before = torch.cuda.get_per_process_memory_fraction(device)
     total = torch.cuda.get_device_properties(device).total_memory
     wanted = torch.cuda.memory_reserved(device) + pages(nbytes)
-    torch.cuda.set_per_process_memory_fraction(min(before, wanted / total), device)
+    # Upwards, or torch makes a byte less of it.
+    fraction = min(before, nextafter(wanted / total, 1.0))
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
     try:
         yield
     finally:

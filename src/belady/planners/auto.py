@@ -12,19 +12,22 @@ from belady.planners.base import Planner
 from belady.planners.baseline import BASELINE
 from belady.planners.hybrid import HYBRID
 from belady.planners.lean import Lean
+from belady.planners.lifetime import LIFETIME
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 
 # Not the floor, from which the lifetime policy starts, nor that one, from which the hybrid does.
 _CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, HYBRID)
-_LEAN: tuple[Planner, ...] = (Lean(BASELINE), Lean(HYBRID))
+# The hybrid policy searches for seconds: not once more, unless nothing else will do.
+_LEAN: tuple[Planner, ...] = (Lean(BASELINE), Lean(LIFETIME))
+_LAST: tuple[Planner, ...] = (Lean(HYBRID),)
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
     """`Baseline` when it fits; else the fastest of the other policies that does.
 
-    Where convolutions are known to do with less workspace, keeping everything and the hybrid policy
-    are among them in that way too.
+    Where convolutions are known to do with less workspace, keeping everything and the lifetime
+    policy are among them in that way too, and the hybrid policy where nothing else fits.
     Settings that can change a bit are used only if they fit more or take less time. The plan bears
     the name of the policy chosen, e.g. ``"auto:vdnn_conv/1"``, and its reasons.
     """
@@ -48,8 +51,8 @@ class Auto:
                 return None
 
         plans: list[tuple[Plan, Planner]] = []
-        lean = () if exact or not any(op.algorithms for op in trace.ops) else _LEAN
-        for planners in ((BASELINE,), (*_CANDIDATES, *lean)):
+        lean, last = (_LEAN, _LAST) if not exact and _has_a_choice(trace) else ((), ())
+        for planners in ((BASELINE,), (*_CANDIDATES, *lean), last):
             made = [(attempt(planner, exact), planner) for planner in planners if not plans]
             plans += [(plan, planner) for plan, planner in made if plan is not None]
         if not plans:
@@ -59,6 +62,10 @@ class Auto:
         if same is not None and same.predicted_seconds <= best.predicted_seconds:
             best = same
         return replace(best, planner=f"{self.name}:{best.planner}")
+
+
+def _has_a_choice(trace: Trace) -> bool:
+    return any(op.algorithms for op in trace.ops)
 
 
 def _seconds(candidate: tuple[Plan, Planner]) -> float:

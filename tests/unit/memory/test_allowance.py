@@ -27,7 +27,7 @@ class Allocator:
 
     @property
     def nbytes(self) -> int:
-        return round(self.fraction * TOTAL)
+        return int(self.fraction * TOTAL)
 
     def set(self, fraction: float, device: torch.device) -> None:
         assert device == SOMEWHERE

@@ -143,7 +143,7 @@ def test_static_policy_takes_fastest_algorithms_if_they_fit() -> None:
     convs = [i for i, op in enumerate(trace.ops) if op.algorithms]
     assert convs == [0, 2, 5, 10, 13, 15]
     assert rich.layer_algorithms == tuple((i, "fast") for i in convs)
-    assert rich.numerics == ("workspace=performance",)
+    assert rich.numerics == ()
     poor = plan("vdnn_all", trace, gpu(), Budget(smallest_budget("vdnn_all", trace, gpu(), PLENTY)))
     assert poor.workspace is Workspace.MEMORY
     assert poor.layer_algorithms == tuple((i, "lean") for i in convs)
