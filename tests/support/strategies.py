@@ -10,7 +10,7 @@ import random
 
 from hypothesis import strategies as st
 
-from belady.ir.hardware import Allocator, Capacity, HardwareProfile, Link
+from belady.ir.hardware import Allocator, Capacity, HardwareProfile, Link, ManagedLinks
 from belady.ir.trace import Tier, Trace
 from tests.support.builder import OpSpec, build_trace
 
@@ -91,10 +91,17 @@ def machine(
     """Profile of a GPU (DEVICE, HOST and perhaps DISK) or of a CPU (DEVICE and DISK)."""
     capacities = [Capacity(Tier.DEVICE, 1 << 40)]
     links = []
+    managed = None
     if device == "cuda":
         capacities.append(Capacity(Tier.HOST, 1 << 40))
         links.append(link(Tier.DEVICE, Tier.HOST, link_rate, 1e-5, "pcie-out"))
         links.append(link(Tier.HOST, Tier.DEVICE, link_rate, 1e-5, "pcie-in"))
+        ends = (Tier.HOST, Tier.DEVICE)
+        managed = ManagedLinks(
+            link(*reversed(ends), 0.25 * link_rate, 1e-5, "managed-out"),
+            link(*ends, 0.9 * link_rate, 1e-5, "managed-in"),
+            link(*ends, 0.16 * link_rate, 1e-5, "managed-in"),
+        )
     if disk or device == "cpu":
         capacities.append(Capacity(Tier.DISK, 1 << 42))
         for near in [Tier.DEVICE] if device == "cpu" else [Tier.DEVICE, Tier.HOST]:
@@ -106,6 +113,7 @@ def machine(
         capacities=tuple(capacities),
         links=tuple(links),
         allocator=allocator,
+        managed=managed,
     )
 
 

@@ -22,10 +22,10 @@ from belady.eager.handles import PlannedKept, PlannedSaved
 from belady.eager.replay import Recipes, Recomputed, Source, chains
 from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, tables
 from belady.errors import PlanMismatchError
-from belady.ir.plan import Offload, Plan, Recompute
-from belady.ir.trace import Trace
+from belady.ir.plan import Managed, Offload, Plan, Recompute
+from belady.ir.trace import Tier, Trace
 from belady.memory.carrier import Carrier
-from belady.memory.contents import Moved, Packed
+from belady.memory.contents import Moved, Packed, Paged
 from belady.memory.geometry import movable
 from belady.memory.witness import demand_unchanged
 
@@ -228,8 +228,11 @@ class Planned:
     def _make(self, tensor: torch.Tensor, entry: Entry) -> Moved | Packed | Recomputed | None:
         if isinstance(entry.decision, Recompute):
             return self._recomputed(tensor, entry)
-        if isinstance(entry.decision, Offload):
-            moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
+        if isinstance(entry.decision, (Offload, Managed)):
+            if isinstance(entry.decision, Managed):
+                moved: Moved = Paged(tensor, self._carrier, entry.decision)
+            else:
+                moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
             moved.label = entry.value
             return moved
         packed = Packed.of(tensor)
@@ -279,7 +282,7 @@ class Planned:
             return
         begun = perf_counter()
         if action.step == OUT:
-            content.send(self._tiers[action.value])
+            content.send(self._tiers.get(action.value, Tier.HOST))
         elif action.step == FREE:
             content.free()
         else:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from belady.ir.plan import Decision, Offload, Plan, Recompute
+from belady.ir.plan import Decision, Managed, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Trace
 
@@ -100,8 +100,9 @@ def actions(trace: Trace, plan: Plan) -> list[Action]:
     """What is to be done, in order."""
     found = []
     for order, (value, decision) in enumerate(plan.decisions.items()):
-        if isinstance(decision, Offload):
-            out, free, back = offload_boundaries(trace, decision)
+        if isinstance(decision, (Offload, Managed)):
+            move = decision if isinstance(decision, Offload) else decision.moves
+            out, free, back = offload_boundaries(trace, move)
             found += [
                 Action(out, OUT, order, value),
                 Action(free, FREE, order, value),

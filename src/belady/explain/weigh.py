@@ -9,7 +9,7 @@ from belady.errors import PlanMismatchError
 from belady.explain import choices
 from belady.explain.document import Choice, Outcome, Weighed
 from belady.ir.legality import Problem, check
-from belady.ir.plan import Decision, Offload, Recompute
+from belady.ir.plan import Decision, Managed, Offload, Recompute
 from belady.ir.residency import away
 from belady.ir.run import Run
 from belady.ir.timeline import Cause, Timeline
@@ -156,7 +156,7 @@ class Scales:
 
     def _how(self, value: int, decision: Decision) -> str:
         trace = self.run.trace
-        if isinstance(decision, Offload):
+        if isinstance(decision, (Offload, Managed)):
             gone, back = away(trace, value, decision)
             return f"gone from op {gone} until op {back}"
         if isinstance(decision, Recompute):

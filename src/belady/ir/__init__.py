@@ -1,7 +1,7 @@
 """The four documents (Trace, HardwareProfile, Plan, Run), their parts, and their files."""
 
 from belady.ir.files import dumps, load, loads, save, validate
-from belady.ir.hardware import Allocator, Capacity, HardwareProfile, Link
+from belady.ir.hardware import Allocator, Capacity, HardwareProfile, Link, ManagedLinks
 from belady.ir.plan import (
     Assignment,
     Budget,
@@ -49,6 +49,7 @@ __all__ = [
     "Lane",
     "Link",
     "Managed",
+    "ManagedLinks",
     "Measured",
     "Mode",
     "Moved",

@@ -21,7 +21,7 @@ _BOUNDARIES: dict[type[Decision], tuple[str, ...]] = {
     Offload: ("free_at", "copy_in_at", "ready_by"),
     Recompute: ("at",),
     Encode: ("encode_at", "decode_at"),
-    Managed: ("prefetch_out_at", "prefetch_in_at"),
+    Managed: ("prefetch_out_at", "gone_by", "prefetch_in_at", "ready_by"),
 }
 
 
@@ -149,6 +149,9 @@ def _hardware(hardware: HardwareProfile, prefix: str) -> None:
         _amount(f"{prefix}capacities[{index}].nbytes", capacity.nbytes)
     for index, link in enumerate(hardware.links):
         _link(f"{prefix}links[{index}]", link)
+    if hardware.managed is not None:
+        for name in ("out", "back", "fault"):
+            _link(f"{prefix}managed.{name}", getattr(hardware.managed, name))
     _amount(f"{prefix}outside_bytes", hardware.outside_bytes)
     allocator = hardware.allocator
     if allocator.round_bytes < 1:

@@ -67,6 +67,23 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class ManagedLinks:
+    """How pages of managed memory move between the device and host memory.
+
+    Attributes
+    ----------
+    out, back
+        By explicit prefetch.
+    fault
+        Back, page by page, while an op reads them.
+    """
+
+    out: Link
+    back: Link
+    fault: Link
+
+
+@dataclass(frozen=True, slots=True)
 class Allocator:
     """How the device allocator turns asked bytes into held bytes.
 
@@ -106,6 +123,8 @@ class HardwareProfile:
         Device bytes in use outside torch's allocator (context, libraries, other processes).
     settings
         Allocator and library settings under which it was measured, as ``(name, value)``.
+    managed
+        Managed memory, which CUDA alone has; None where there is none.
     """
 
     name: str
@@ -116,6 +135,7 @@ class HardwareProfile:
     outside_bytes: int = 0
     settings: tuple[tuple[str, str], ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
+    managed: ManagedLinks | None = None
     version: int = field(default=1, metadata={"const": 1})
 
     def capacity(self, tier: Tier) -> int:

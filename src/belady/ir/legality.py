@@ -132,9 +132,6 @@ def _not_executable(plan: Plan) -> Iterator[Problem]:
     for name in ("sections", "order_edits", "reuse_classes"):
         if getattr(plan, name):
             yield Problem(f"no engine carries out {name} yet")
-    for value, decision in plan.decisions.items():
-        if isinstance(decision, Managed):
-            yield Problem(f"value {value}: no engine carries out Managed yet", value=value)
 
 
 def _unreachable(hardware: HardwareProfile, plan: Plan) -> Iterator[Problem]:
@@ -143,6 +140,13 @@ def _unreachable(hardware: HardwareProfile, plan: Plan) -> Iterator[Problem]:
     for value, decision in plan.decisions.items():
         if isinstance(decision, Offload):
             users.setdefault(decision.tier, value)
+        elif isinstance(decision, Managed) and hardware.managed is None:
+            yield Problem(
+                f"value {value}: machine {hardware.name!r} has no managed memory, which takes a "
+                "CUDA device that may share it with the host (concurrentManagedAccess)",
+                value=value,
+            )
+            return
     for tier, value in users.items():
         if tier is Tier.DEVICE:
             yield Problem(f"value {value}: offload to the device itself", value=value)
@@ -174,6 +178,14 @@ def _decision_problems(trace: Trace, plan: Plan, index: int) -> Iterator[Problem
     last = value.first_read if value.first_read is not None else value.dropped
     if isinstance(decision, Offload):
         yield from _offload_problems(trace, index, decision, last)
+    elif isinstance(decision, Managed):
+        yield from _offload_problems(trace, index, decision.moves, last)
+        if decision.faults and decision.prefetch_in_at != decision.ready_by:
+            yield Problem(
+                f"value {index}: its pages fault in when they are read, at {decision.ready_by}, "
+                f"so nothing can be issued at {decision.prefetch_in_at}",
+                value=index,
+            )
     elif isinstance(decision, Recompute):
         for message, op in reasons(trace, index, plan.decisions):
             yield Problem(f"value {index}: {message}", op=op, value=index)

@@ -77,10 +77,38 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """Hold the value in managed memory and move it by explicit prefetch."""
+    """Move the value into a block of managed memory, which leaves the device and comes back.
+
+    All times are boundaries, see `belady.ir.trace`.
+
+    Attributes
+    ----------
+    prefetch_out_at
+        The value is copied into a block on the device, its own bytes are let go, and the block's
+        way out is issued.
+    gone_by
+        The block's device bytes are gone: compute waits for its way out here.
+    prefetch_in_at
+        Device bytes are taken again and the block's way back is issued.
+    ready_by
+        Compute waits for the block's way back here, at the latest at the first read in backward.
+    faults
+        No way back is issued: the ops that read the block fault its pages in. Then
+        ``prefetch_in_at`` is ``ready_by``.
+    """
 
     prefetch_out_at: int
+    gone_by: int
     prefetch_in_at: int
+    ready_by: int
+    faults: bool = False
+
+    @property
+    def moves(self) -> Offload:
+        """The same moments as those of a copy to host memory."""
+        return Offload(
+            Tier.HOST, self.prefetch_out_at - 1, self.gone_by, self.prefetch_in_at, self.ready_by
+        )
 
 
 Decision = Keep | Offload | Recompute | Encode | Managed

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from belady.errors import PlanMismatchError
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Decision, Encode, Offload, Plan, Recompute
+from belady.ir.plan import Decision, Encode, Managed, Offload, Plan, Recompute
+from belady.ir.scratch import scratch
 from belady.ir.trace import Tier, Trace, Value
 
 
@@ -22,6 +22,7 @@ class Interval(NamedTuple):
     """``nbytes`` held in ``tier`` for every op ``i`` with ``start <= i < end``.
 
     ``storage`` and ``value`` say on whose account; ``value`` is -1 for the original bytes.
+    ``managed`` bytes lie in managed memory and not in pinned memory.
     """
 
     tier: Tier
@@ -30,6 +31,7 @@ class Interval(NamedTuple):
     start: int
     end: int
     nbytes: int
+    managed: bool = False
 
 
 def next_anchor(trace: Trace, boundary: int) -> int:
@@ -53,7 +55,7 @@ def offload_boundaries(trace: Trace, decision: Offload) -> tuple[int, int, int]:
     return out, free, max(back, free)
 
 
-def away(trace: Trace, index: int, decision: Offload | Recompute) -> tuple[int, int]:
+def away(trace: Trace, index: int, decision: Offload | Managed | Recompute) -> tuple[int, int]:
     """Boundaries between which the bytes of a value are off the device under ``decision``.
 
     The first is where the original is gone, as far as other saved values of its storage allow;
@@ -64,7 +66,8 @@ def away(trace: Trace, index: int, decision: Offload | Recompute) -> tuple[int, 
     released = trace.storages[value.storage].released
     if isinstance(decision, Recompute):
         return max(value.first_save, released), decision.at
-    stay = next((stay for stay in _stays(trace, value, decision) if stay.out < stay.end), None)
+    stays = _stays(trace, value, decision.moves if isinstance(decision, Managed) else decision)
+    stay = next((stay for stay in stays if stay.out < stay.end), None)
     if stay is None:
         return value.dropped, value.dropped
     return max(stay.free, released), stay.end if stay.back is None else stay.back
@@ -97,6 +100,8 @@ def curve(
 ) -> list[int]:
     """Device bytes held during each op, allocator rounding and workspace included.
 
+    What managed blocks need at most is held throughout, see `managed_room`.
+
     Parameters
     ----------
     spans
@@ -109,15 +114,46 @@ def curve(
     """
     spans = intervals(trace, plan) if spans is None else spans
     held = tier_curve(spans, Tier.DEVICE, len(trace.ops), allocator)
-    scratch = [allocator.held(op.workspace_bytes) for op in trace.ops]
-    for index, nbytes in _chosen_workspaces(trace, plan).items():
-        scratch[index] = allocator.held(nbytes)
-    for value, decision in plan.decisions.items():
-        if isinstance(decision, Recompute):
-            # What a replay takes on top is gone before the op at its boundary is issued.
-            at = min(decision.at, len(scratch) - 1)
-            scratch[at] = max(scratch[at], replay_bytes(trace, value, decision, allocator))
-    return [have + more for have, more in zip(held, scratch, strict=True)]
+    needed = scratch(trace, plan, allocator)
+    room = managed_room(trace, plan, allocator)
+    return [have + more + room for have, more in zip(held, needed, strict=True)]
+
+
+def managed_room(trace: Trace, plan: Plan, allocator: Allocator) -> int:
+    """Most bytes that managed blocks have on the device at once.
+
+    They are set aside for the whole iteration: torch's allocator gives nothing that it has
+    reserved back to the device in the middle of one, so what is for blocks is never its own.
+
+    Of the blocks that go out and are waited for at one boundary there is one at a time.
+    """
+    length = len(trace.ops) + 1
+    taken, left, back, ended, passing = ([0] * (length + 1) for _ in range(5))
+    for index, decision in plan.decisions.items():
+        if not isinstance(decision, Managed):
+            continue
+        value = trace.values[index]
+        nbytes = allocator.held(trace.storages[value.storage].nbytes)
+        beyond = reload_end(trace, value) - value.dropped
+        for stay in _stays(trace, value, decision.moves):
+            if stay.out >= stay.end:
+                continue
+            if decision.gone_by == decision.prefetch_out_at:
+                passing[stay.out] = max(passing[stay.out], nbytes)
+            else:
+                taken[stay.out] += nbytes
+                left[stay.free] += nbytes
+            if stay.back is not None:
+                back[stay.back] += nbytes
+                ended[stay.end + beyond] += nbytes
+    most = held = 0
+    # In the order in which it happens at a boundary.
+    for at in range(length):
+        held += taken[at] - ended[at]
+        most = max(most, held + passing[at])
+        held += back[at] - left[at]
+        most = max(most, held)
+    return most
 
 
 def tier_curve(
@@ -125,21 +161,12 @@ def tier_curve(
 ) -> list[int]:
     """Bytes held in ``tier`` during each of ``length`` ops."""
     change = [0] * (length + 1)
-    for where, _, _, start, end, asked in spans:
-        if where is tier and start < end:
-            nbytes = allocator.held(asked) if allocator else asked
-            change[min(start, length)] += nbytes
-            change[min(end, length)] -= nbytes
+    for span in spans:
+        if span.tier is tier and span.start < span.end:
+            nbytes = allocator.held(span.nbytes) if allocator else span.nbytes
+            change[min(span.start, length)] += nbytes
+            change[min(span.end, length)] -= nbytes
     return list(accumulate(change[:length]))
-
-
-def replay_bytes(trace: Trace, index: int, decision: Recompute, allocator: Allocator) -> int:
-    """Bytes that a replay takes while it runs, beside those of the value: outputs and workspace."""
-    ops = [trace.ops[op] for op in decision.ops]
-    written = {trace.values[output].storage for op in ops for output in op.replay.writes}
-    written.discard(trace.values[index].storage)
-    outputs = sum(allocator.held(trace.storages[storage].nbytes) for storage in written)
-    return outputs + max((allocator.held(op.workspace_bytes) for op in ops), default=0)
 
 
 def reload_end(trace: Trace, value: Value) -> int:
@@ -208,6 +235,8 @@ def _where(trace: Trace, index: int, decision: Decision | None) -> tuple[int, li
     """Boundary until which the value holds its storage, and the bytes held elsewhere meanwhile."""
     if isinstance(decision, Offload):
         return _offloaded(trace, index, decision)
+    if isinstance(decision, Managed):
+        return _managed(trace, index, decision)
     if isinstance(decision, Encode):
         return _encoded(trace, index, decision)
     if isinstance(decision, Recompute):
@@ -230,6 +259,18 @@ def _offloaded(trace: Trace, index: int, decision: Offload) -> tuple[int, list[I
     return until, moved
 
 
+def _managed(trace: Trace, index: int, decision: Managed) -> tuple[int, list[Interval]]:
+    value = trace.values[index]
+    nbytes = trace.storages[value.storage].nbytes
+    stays = list(_stays(trace, value, decision.moves))
+    parked = [
+        Interval(Tier.HOST, value.storage, index, stay.out, stay.end, nbytes, managed=True)
+        for stay in stays
+        if stay.out < stay.end
+    ]
+    return max(stay.out for stay in stays), parked
+
+
 def _encoded(trace: Trace, index: int, decision: Encode) -> tuple[int, list[Interval]]:
     value = trace.values[index]
     nbytes = trace.storages[value.storage].nbytes
@@ -249,15 +290,3 @@ def _recomputed(trace: Trace, index: int, decision: Recompute) -> tuple[int, lis
     end = reload_end(trace, value)
     again = Interval(Tier.DEVICE, value.storage, index, decision.at, end, nbytes)
     return value.first_save, [again]
-
-
-def _chosen_workspaces(trace: Trace, plan: Plan) -> dict[int, int]:
-    """Scratch bytes of the ops whose algorithm the plan chooses."""
-    chosen: dict[int, int] = {}
-    for index, name in plan.layer_algorithms:
-        known = trace.ops[index].algorithms if 0 <= index < len(trace.ops) else ()
-        found = [algorithm.workspace_bytes for algorithm in known if algorithm.name == name]
-        if not found:
-            raise PlanMismatchError(f"op {index} has no algorithm {name!r}")
-        chosen[index] = found[0]
-    return chosen

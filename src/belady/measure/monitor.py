@@ -92,8 +92,10 @@ class Monitor:
         carrier = self.carrier
         device_peak = 0
         if self.device.type == "cuda":
-            device_peak = torch.cuda.max_memory_allocated(self.device)
-            sample.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
+            # torch's allocator does not see managed blocks, of which the budget knows.
+            managed = carrier.paging.peak_here_bytes
+            device_peak = torch.cuda.max_memory_allocated(self.device) + managed
+            sample.reserved_bytes = torch.cuda.max_memory_reserved(self.device) + managed
             sample.retries = _retries(self.device) - self._retries
         sample.peaks = (
             TierPeak(Tier.DEVICE, device_peak),

@@ -7,19 +7,23 @@ ones, and is then left alone, or corrected and verified again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from belady.ir.legality import check
+from belady.ir.plan import Plan
+from belady.ir.residency import intervals, managed_room, tier_curve
 from belady.ir.run import Run
 from belady.ir.timeline import Measured
-from belady.ir.trace import Trace
+from belady.ir.trace import Tier, Trace
 from belady.measure.events import with_events
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
 from belady.measure.verification import VERIFIED, Trial, Verification, best, verified
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
+from belady.memory.paging import Claim
 from belady.simulate import simulate
 
 # Iterations in a row that went otherwise than planned, after which a kind is observed again.
@@ -46,6 +50,8 @@ class Progress:
         Iterations in a row that went otherwise than planned.
     observed
         Iterations observed so far.
+    claim
+        What the plan in force needs of managed memory.
     """
 
     stage: Stage = Stage.WARM
@@ -55,6 +61,7 @@ class Progress:
     peak_bytes: int = 0
     deviations: int = 0
     observed: int = 0
+    claim: Claim | None = None
 
     @property
     def watched(self) -> bool:
@@ -100,11 +107,21 @@ class Progress:
         ------
         PlanMismatchError
             If it was made for another trace.
+        TierFullError, TierError
+            If host memory, or managed memory, is not to be had.
         """
-        verdict = check(trace, trial.hardware, trial.plan, trial.plan.budget)
-        if not trial.plan.moves_nothing:
-            carrier.reserve(verdict.host_bytes)
-        make_room(carrier.device, trial.room(verdict.peak_bytes))
+        plan, allocator = trial.plan, trial.hardware.allocator
+        verdict = check(trace, trial.hardware, plan, plan.budget)
+        managed = managed_room(trace, plan, allocator)
+        if plan.moves_nothing:
+            self._give_up()
+        else:
+            pinned, blocks = _host_memory(trace, plan)
+            carrier.reserve(pinned)
+            before, self.claim = self.claim, carrier.paging.claim(blocks, managed)
+            if before is not None:
+                before.close()
+        make_room(carrier.device, trial.room(verdict.peak_bytes) - managed)
         self.trial, self.samples, self.peak_bytes = trial, [], 0
         self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
 
@@ -166,8 +183,14 @@ class Progress:
 
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
+        self._give_up()
         self.stage, self.trial, self.deviations = Stage.WARM, None, 0
         self.tried, self.samples, self.peak_bytes = [], [], 0
+
+    def _give_up(self) -> None:
+        if self.claim is not None:
+            self.claim.close()
+            self.claim = None
 
     def run(
         self, trace: Trace, notes: tuple[str, ...], versions: tuple[tuple[str, str], ...]
@@ -178,6 +201,19 @@ class Progress:
         plan, hardware = self.trial.plan, self.trial.hardware
         predicted = simulate(trace, hardware, plan)
         return Run(trace, hardware, plan, predicted, self.trial.measured, notes, versions)
+
+
+def _host_memory(trace: Trace, plan: Plan) -> tuple[int, Counter[int]]:
+    """Bytes to pin, and the most values of each size that are in managed blocks at once."""
+    length = len(trace.ops)
+    spans = intervals(trace, plan)
+    sizes = {span.nbytes for span in spans if span.managed}
+    blocks: Counter[int] = Counter()
+    for nbytes in sizes:
+        mine = [span for span in spans if span.managed and span.nbytes == nbytes]
+        blocks[nbytes] = max(tier_curve(mine, Tier.HOST, length), default=0) // nbytes
+    pinned = tier_curve([span for span in spans if not span.managed], Tier.HOST, length)
+    return max(pinned, default=0), blocks
 
 
 def all_kept(kinds: Iterable[Progress]) -> bool | None:

@@ -56,12 +56,24 @@ def set_aside(device: torch.device, total_bytes: int) -> None:
             torch.empty(room, dtype=torch.uint8, device=device)
 
 
+def keep_back(device: torch.device, owner: object, nbytes: int) -> None:
+    """Let torch reserve ``nbytes`` less than the budgets: ``owner`` holds them outside of torch.
+
+    0 undoes it. What torch has reserved already is not taken from it, see `make_room`.
+    """
+    _CAPS.setdefault(device, _Cap(device)).keep_back(id(owner), nbytes)
+
+
 class _Cap:
-    """Budgets that are open on one device: together they are what torch may reserve."""
+    """Budgets that are open on one device: together they are what torch may reserve.
+
+    Less what others hold outside of torch.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._open: list[int] = []
+        self._elsewhere: dict[int, int] = {}
         self._before = 1.0
         self._configured = any(os.environ.get(name) for name in _VARIABLES)
 
@@ -80,9 +92,17 @@ class _Cap:
             self._expandable(False)
             torch.cuda.set_per_process_memory_fraction(self._before, self._device)
 
+    def keep_back(self, owner: int, nbytes: int) -> None:
+        if nbytes:
+            self._elsewhere[owner] = nbytes
+        else:
+            self._elsewhere.pop(owner, None)
+        if self._open:
+            self._apply()
+
     def _apply(self) -> None:
         total = torch.cuda.get_device_properties(self._device).total_memory
-        wanted = sum(self._open)
+        wanted = max(0, sum(self._open) - sum(self._elsewhere.values()))
         if not self._configured:
             # The allocator compares before it rounds what it maps up to whole pages.
             wanted = max(wanted - _PAGE, _PAGE)

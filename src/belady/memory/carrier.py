@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -11,6 +12,7 @@ from belady.ir.trace import Tier
 from belady.memory.disk import DiskStore
 from belady.memory.lanes import Lanes, lanes_for, resolve
 from belady.memory.meter import Meter
+from belady.memory.paging import Paging, cuda_pool
 from belady.memory.parcels import Arrival, DirectParcel, HostParcel, Hub, Parcel
 from belady.memory.slab import HostArena
 from belady.memory.staging import StagedParcel, Staging, staging_bytes
@@ -35,6 +37,11 @@ class Carrier:
         Folder on a disk for spilled bytes; None is the system's folder for temporary files.
     lanes
         Streams to use instead of those of the process.
+
+    Attributes
+    ----------
+    paging
+        Managed memory, which is none of the tiers that it sends to.
 
     Raises
     ------
@@ -63,6 +70,7 @@ class Carrier:
         self._arena = self.make_arena(host_budget)
         self._disk: DiskStore | None = None
         self._staging: Staging | None = None
+        self.paging = self.make_paging()
 
     def make_arena(self, budget_bytes: int | None) -> HostArena:
         """Make a store for host memory; tests override it."""
@@ -71,6 +79,10 @@ class Carrier:
     def make_disk(self) -> DiskStore:
         """Make the store for spilled bytes; tests override it."""
         return DiskStore(self._spill_dir, self._disk_budget)
+
+    def make_paging(self) -> Paging:
+        """Make what moves managed blocks; tests override it."""
+        return Paging(self._hub, functools.partial(cuda_pool, self._lanes))
 
     def open_disk(self) -> None:
         """Make the disk tier ready now, so that an unusable folder is known at the start.
@@ -139,6 +151,7 @@ class Carrier:
         keeps its source alive until then.
         """
         self._hub.sweep()
+        self.paging.sweep()
 
     @property
     def counters(self) -> dict[Lane, Moved]:
@@ -182,20 +195,24 @@ class Carrier:
         self._hub.sweep()
         self._meter.reset()
         self._arena.reset_peak()
+        self.paging.reset_peaks()
         if self._disk is not None:
             self._disk.reset_peak()
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that hold parcels now, plus those set aside for staging."""
-        self._hub.sweep()
-        return self._arena.used_bytes
+        """Bytes of host memory that hold parcels now, plus those set aside for staging.
+
+        Those of managed blocks, on the device or not, are among them.
+        """
+        self.sweep()
+        return self._arena.used_bytes + self.paging.parked_bytes
 
     @property
     def peak_host_bytes(self) -> int:
         """Most bytes of host memory held, counted as `host_bytes`."""
-        self._hub.sweep()
-        return self._arena.peak_bytes
+        self.sweep()
+        return self._arena.peak_bytes + self.paging.peak_parked_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -225,6 +242,7 @@ class Carrier:
         if self._disk is not None:
             self._disk.close()
         self._lanes.drain()
+        self.paging.close()
         self._arena.close()
 
     def _open_disk(self) -> tuple[DiskStore, Staging | None]:

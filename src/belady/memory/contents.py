@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from belady.ir.plan import Managed
 from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
 from belady.memory.codecs import Encoded, decode, encode
@@ -120,6 +121,50 @@ class Moved:
         if self.source is None:
             self.here = self.arrival = None
             self.given.clear()
+
+
+class Paged(Moved):
+    """Bytes in a managed block, which is what is handed out: there is no other copy of them."""
+
+    def __init__(self, tensor: torch.Tensor, carrier: Carrier, decision: Managed) -> None:
+        super().__init__(tensor, 0, tensor.untyped_storage().nbytes(), carrier)
+        self._decision = decision
+
+    def send(self, tier: Tier) -> None:
+        """Copy the bytes into a block, let go of the original, and issue the block's way out.
+
+        Where the plan says both of one boundary, compute is also told to wait for it: of several
+        values there, one at a time is on the device.
+
+        Raises
+        ------
+        TierError
+            If there is no block, or the driver refuses; the bytes stay.
+        """
+        if self.parcel is None and self.source is not None:
+            decision = self._decision
+            with unseen(), self._after_producer():
+                paging = self.carrier.paging
+                self.parcel = paging.send(self.source, self.label, faults=decision.faults)
+            self.source = None
+            self.given.clear()
+            if decision.gone_by == decision.prefetch_out_at:
+                self.free()
+
+    def free(self) -> None:
+        """Make compute wait for the block's way out."""
+        if self.parcel is not None:
+            self.parcel.wait_sent()
+
+    @property
+    def shared(self) -> bool:
+        """Whether another reader would get the same bytes: always, unlike those of a copy."""
+        return True
+
+    def let_go(self) -> None:
+        """Let a later read ask for the bytes again; they stay in the block."""
+        if self.source is None:
+            self.here = self.arrival = None
 
 
 class Packed:

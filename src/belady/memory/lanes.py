@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -80,16 +80,27 @@ class Lanes(ABC):
     def present(self) -> Fence:
         """Mark the point that the current compute stream has reached."""
 
-    @abstractmethod
     def copy(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
     ) -> Fence:
         """Issue a copy on ``lane`` (COPY_OUT or COPY_IN) that starts after ``after``.
 
-        Its fence has ticks while lanes are timed. Both tensors are one-dimensional and must stay
-        alive until the fence returned has passed, or until a stream that reuses their memory has
-        been told to wait for it.
+        Both tensors are one-dimensional and must stay alive until the fence returned has passed, or
+        until a stream that reuses their memory has been told to wait for it.
         """
+        return self.issue(lane, after, lambda _: self.enqueue(target, source))
+
+    @abstractmethod
+    def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
+        """Issue what ``work`` puts on the stream of ``lane``, to start after ``after``.
+
+        ``work`` is given the handle of the stream, which is the current one. The fence has ticks
+        while lanes are timed.
+        """
+
+    def enqueue(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Put one copy on the current stream; tests override it to make copies late."""
+        target.copy_(source, non_blocking=True)
 
     @abstractmethod
     def wait(self, fence: Fence, home: Fence) -> None:
@@ -125,14 +136,12 @@ class CpuLanes(Lanes):
         """Mark a point that has passed."""
         return Fence(Lane.COMPUTE, next(self._orders))
 
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
-    ) -> Fence:
-        """Copy now."""
+    def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
+        """Do it now."""
         for fence in after:
             fence.synchronize()
         begun = self.tick()
-        target.copy_(source)
+        work(0)
         return Fence(lane, next(self._orders), ticks=(begun, self.tick()))
 
     def wait(self, fence: Fence, home: Fence) -> None:
@@ -174,10 +183,8 @@ class CudaLanes(Lanes):
         # Never cached: the user may switch streams between two calls.
         return self._record(Lane.COMPUTE, torch.cuda.current_stream(self.device.index))
 
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Iterable[Fence]
-    ) -> Fence:
-        """Put the copy on the stream of ``lane``."""
+    def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
+        """Put it on the stream of ``lane``."""
         stream = self._streams[lane]
         with self._lock:
             for fence in after:
@@ -187,13 +194,9 @@ class CudaLanes(Lanes):
             # It cannot be entered twice, which the lock prevents.
             with stream:
                 begun = self.tick() if self.timed else None
-                self.enqueue(target, source)
+                work(stream.cuda_stream)
                 ticks = None if begun is None else (begun, self.tick())
             return self._record(lane, stream, ticks)
-
-    def enqueue(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Put one copy on the current stream; tests override it to make copies late."""
-        target.copy_(source, non_blocking=True)
 
     def wait(self, fence: Fence, home: Fence) -> None:
         """Order one or two streams after the event."""

@@ -21,6 +21,7 @@ from belady.planners.floor import FLOOR
 from belady.planners.hybrid import HYBRID
 from belady.planners.layrub import LAYRUB_HYBRID, LAYRUB_INTER, LAYRUB_INTRA
 from belady.planners.lifetime import LIFETIME
+from belady.planners.ocdnn import OCDNN_NAIVE, OCDNN_OPT
 from belady.planners.tvdnn_greedy import TVDNN_GREEDY
 from belady.planners.tvdnn_ilp import TVDNN_ILP
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
@@ -29,7 +30,7 @@ __all__ = ["POLICIES", "Planner", "plan", "smallest_budget"]
 
 _PLANNERS: tuple[Planner, ...] = (
     *(AUTO, HYBRID, LIFETIME, VDNN_ALL, VDNN_CONV, VDNN_DYN, TVDNN_ILP, TVDNN_GREEDY),
-    *(LAYRUB_HYBRID, LAYRUB_INTER, LAYRUB_INTRA, FLOOR, BASELINE),
+    *(LAYRUB_HYBRID, LAYRUB_INTER, LAYRUB_INTRA, OCDNN_NAIVE, OCDNN_OPT, FLOOR, BASELINE),
 )
 # Planners by the name that users give, the default first.
 POLICIES: Mapping[str, Planner] = MappingProxyType({it.name: it for it in _PLANNERS})

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check, require
-from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan, Recompute
+from belady.ir.plan import Assignment, Budget, Keep, Managed, Offload, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.planners.moves import Case, movable, read_by
 from belady.planners.workspace import UNCHANGED, Algorithms
@@ -67,6 +67,8 @@ class Draft:
         The moves for which there is room.
     replays
         Values that are run again instead.
+    managed
+        Values that are moved in managed memory instead.
     """
 
     planner: str
@@ -75,6 +77,7 @@ class Draft:
     moves: Mapping[int, Offload] = field(default_factory=dict)
     replays: Mapping[int, Recompute] = field(default_factory=dict)
     algorithms: Algorithms = UNCHANGED
+    managed: Mapping[int, Managed] = field(default_factory=dict)
 
 
 def assemble(case: Case, draft: Draft) -> Plan:
@@ -129,7 +132,8 @@ def finish(case: Case, draft: Draft) -> Plan:
 
 
 def _assignment(draft: Draft, index: int, could: set[int]) -> Assignment:
-    decision = draft.moves.get(index) or draft.replays.get(index)
+    moved = draft.moves.get(index) or draft.managed.get(index)
+    decision = moved or draft.replays.get(index)
     if decision is not None:
         return Assignment(index, decision, draft.reasons[index])
     if index not in could:

@@ -82,7 +82,7 @@ class Spread:
             # The engine acts at anchors: at the next one if there is room until then.
             ended = self._next_anchor(int(np.searchsorted(self._times, ends[value])))
             wanted = min(ended, stop - 1)
-            until = self._last_anchor(_first_short(self.slack, start, wanted, self._nbytes[value]))
+            until = self._last_anchor(first_short(self.slack, start, wanted, self._nbytes[value]))
             if until > start:
                 self.slack[start:until] -= self._nbytes[value]
                 self.moves[value] = replace(move, free_at=until)
@@ -106,7 +106,7 @@ class Spread:
             start, stop = self._away(value)
             begun = int(np.searchsorted(self._times, due[value], side="right")) - 1
             wanted = self._last_anchor(begun)
-            since = _last_short(self.slack, max(wanted, start), stop, self._nbytes[value])
+            since = last_short(self.slack, max(wanted, start), stop, self._nbytes[value])
             since = self._next_anchor(since)
             if since <= start:
                 # There is room all the way from the save: it need not leave at all.
@@ -134,13 +134,13 @@ class Spread:
         return int(self._anchors[at]) if at < len(self._anchors) else len(self._trace.ops)
 
 
-def _first_short(slack: Bytes, start: int, stop: int, nbytes: int) -> int:
+def first_short(slack: Bytes, start: int, stop: int, nbytes: int) -> int:
     """First op from ``start`` to ``stop`` that has no room for ``nbytes``, or ``stop``."""
     short = np.flatnonzero(slack[start:stop] < nbytes)
     return start + int(short[0]) if len(short) else stop
 
 
-def _last_short(slack: Bytes, start: int, stop: int, nbytes: int) -> int:
+def last_short(slack: Bytes, start: int, stop: int, nbytes: int) -> int:
     """One past the last op from ``start`` to ``stop`` that has no room, or ``start``."""
     short = np.flatnonzero(slack[start:stop] < nbytes)
     return start + int(short[-1]) + 1 if len(short) else start

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from belady.ir.plan import Encode, Offload, Plan, Workspace
-from belady.ir.residency import intervals
+from belady.ir.plan import Encode, Managed, Offload, Plan, Workspace
+from belady.ir.residency import intervals, managed_room
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Phase, StorageKind, Tier, Trace
@@ -146,6 +146,7 @@ def held_at_peak(run: Run) -> list[tuple[str, int]]:
         if span.tier is Tier.DEVICE and span.start <= at < span.end:
             name = trace.storages[span.storage].kind.value
             held[name] += run.hardware.allocator.held(span.nbytes)
+    held["managed blocks"] += managed_room(trace, run.plan, run.hardware.allocator)
     held["workspace"] += max(0, run.predicted.peak(Tier.DEVICE) - held.total())
     return [(name, nbytes) for name, nbytes in held.most_common() if nbytes]
 
@@ -172,6 +173,8 @@ def decision_name(plan: Plan, value: int) -> str:
         return "keep"
     if isinstance(decision, Offload):
         return f"offload to {decision.tier.value}"
+    if isinstance(decision, Managed):
+        return "managed memory, " + ("read by page faults" if decision.faults else "prefetched")
     if isinstance(decision, Encode):
         return f"encode ({decision.codec})"
     return type(decision).__name__.lower()

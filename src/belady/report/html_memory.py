@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from belady.ir.residency import curve, intervals, tier_curve
+from belady.ir.residency import curve, intervals, managed_room, tier_curve
 from belady.ir.run import Run
 from belady.ir.trace import StorageKind, Tier
 from belady.report.html_axis import (
@@ -24,6 +24,7 @@ HEIGHT = 280
 # Above the highest point: room for the names of budget and peak.
 _HEADROOM = 30
 WORKSPACE = "workspace"
+MANAGED = "managed"
 # From the bottom: what is always there comes first.
 _ORDER = (
     StorageKind.PARAMETER,
@@ -120,7 +121,10 @@ def _stack(run: Run) -> tuple[list[str], list[list[int]]]:
     total = run.predicted.curve or curve(trace, run.plan, allocator, spans)
     held = [sum(column) for column in zip(*by_kind.values(), strict=True)]
     scratch = [max(0, all_ - known) for all_, known in zip(total, held, strict=True)]
-    rows = {kind.value: row for kind, row in by_kind.items() if any(row)}
+    room = managed_room(trace, run.plan, allocator)
+    scratch = [max(0, more - room) for more in scratch]
+    rows = {MANAGED: [room] * len(total)} if room else {}
+    rows |= {kind.value: row for kind, row in by_kind.items() if any(row)}
     rows |= {WORKSPACE: scratch} if any(scratch) else {}
     if not rows:
         return [WORKSPACE], [scratch]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from belady.ir.plan import Offload
+from belady.ir.plan import Managed, Offload
 from belady.ir.run import Run
 from belady.ir.timeline import Cause, Measured, Timeline
 from belady.ir.trace import Tier
@@ -104,7 +104,7 @@ def _overhead(run: Run) -> Tile:
 
 def _moved(run: Run) -> Tile:
     trace, decisions = run.trace, run.plan.decisions
-    moved = [value for value in trace.saved if isinstance(decisions.get(value), Offload)]
+    moved = [value for value in trace.saved if isinstance(decisions.get(value), (Offload, Managed))]
     nbytes = sum(trace.storages[trace.values[value].storage].nbytes for value in moved)
     beside = f"{len(moved)} of {len(trace.saved)} saved values"
     return Tile("moved away and back", format_bytes(nbytes), beside)

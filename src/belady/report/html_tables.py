@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from belady.ir.plan import Encode, Offload, Recompute
+from belady.ir.plan import Encode, Managed, Offload, Recompute
 from belady.ir.residency import away, reload_end
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
@@ -83,7 +83,7 @@ def _life(run: Run, index: int, axis: Axis) -> tuple[tuple[Stretch, ...], Stretc
         left, right = (axis.percent(axis.starts[boundary]) for boundary in (start, end))
         return Stretch(left, round(max(right - left, _THINNEST), 2))
 
-    if isinstance(decision, (Offload, Recompute)):
+    if isinstance(decision, (Offload, Managed, Recompute)):
         left, back = away(trace, index, decision)
     elif isinstance(decision, Encode):
         left, back = decision.encode_at, decision.decode_at
@@ -137,7 +137,7 @@ def _count_values(run: Run, found: dict[str, ModuleRow]) -> None:
         if value.storage not in counted:
             row.saved_bytes += nbytes
             counted.add(value.storage)
-        if isinstance(run.plan.decisions.get(index), Offload):
+        if isinstance(run.plan.decisions.get(index), (Offload, Managed)):
             row.moved_bytes += nbytes
 
 

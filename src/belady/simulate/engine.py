@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from belady.errors import PlanMismatchError, TierError
 from belady.ir.hardware import HardwareProfile, Link
-from belady.ir.plan import Encode, Offload, Plan, Recompute
+from belady.ir.plan import Decision, Encode, Managed, Offload, Plan, Recompute
 from belady.ir.replay import compared_share, sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.timeline import Cause, Lane, Timeline
@@ -88,6 +88,23 @@ def routes(hardware: HardwareProfile, tier: Tier) -> tuple[list[tuple[Lane, Link
     return [_hop(hardware, *ends) for ends in there], [_hop(hardware, *ends) for ends in back]
 
 
+def ways(hardware: HardwareProfile, decision: Decision) -> tuple[list[tuple[Lane, Link]], ...]:
+    """Lanes and links that carry a value out and back under an Offload or a Managed.
+
+    Raises
+    ------
+    TierError
+        If the machine lacks a link of the route, or managed memory.
+    """
+    if not isinstance(decision, Managed):
+        return routes(hardware, decision.tier if isinstance(decision, Offload) else Tier.DEVICE)
+    links = hardware.managed
+    if links is None:
+        raise TierError(f"machine {hardware.name!r} has no managed memory")
+    back = links.fault if decision.faults else links.back
+    return [(Lane.COPY_OUT, links.out)], [(Lane.COPY_IN, back)]
+
+
 def _hop(hardware: HardwareProfile, source: Tier, target: Tier) -> tuple[Lane, Link]:
     link = hardware.link(source, target)
     if link is None:
@@ -103,7 +120,7 @@ def _refuse(trace: Trace, plan: Plan) -> None:
     if plan.sections or plan.order_edits:
         raise PlanMismatchError("sections and order edits must be applied before simulating")
     for value, decision in plan.decisions.items():
-        if not isinstance(decision, (Offload, Encode, Recompute)):
+        if not isinstance(decision, (Offload, Encode, Managed, Recompute)):
             kind = type(decision).__name__
             raise PlanMismatchError(f"value {value}: {kind} cannot be simulated")
 
@@ -112,10 +129,11 @@ def _actions(trace: Trace, plan: Plan) -> dict[int, list[tuple[_Action, int]]]:
     """Actions of the plan by boundary, in order of issue."""
     found: list[tuple[int, _Action, int, int]] = []
     for value, decision in plan.decisions.items():
-        if isinstance(decision, Offload):
-            out, free, back = offload_boundaries(trace, decision)
+        if isinstance(decision, (Offload, Managed)):
+            move = decision if isinstance(decision, Offload) else decision.moves
+            out, free, back = offload_boundaries(trace, move)
             # Rounding to anchors may take the bytes back only after ready_by.
-            ready = max(decision.ready_by, back)
+            ready = max(move.ready_by, back)
             at = (out, free, back, ready)
             kinds = (_Action.COPY_OUT, _Action.FREE, _Action.COPY_IN, _Action.READY)
             found += [(boundary, kind, 0, value) for boundary, kind in zip(at, kinds, strict=True)]
@@ -163,7 +181,7 @@ class _Issuer:
 
     def _act(self, kind: _Action, value: int, boundary: int) -> None:
         if kind is _Action.COPY_OUT:
-            self._copy_out(value)
+            self._copy_out(value, boundary)
         elif kind is _Action.COPY_IN:
             self._copy_in(value)
         elif kind is _Action.FREE:
@@ -175,15 +193,18 @@ class _Issuer:
         else:
             self._pass_over(value, boundary)
 
-    def _copy_out(self, value: int) -> None:
-        there, _ = routes(self.hardware, self._tier(value))
+    def _copy_out(self, value: int, boundary: int) -> None:
+        there, _ = self._routes(value)
+        if isinstance(self.plan.decisions[value], Managed):
+            # Into its block: as much is written as is read.
+            self._pass_over(value, boundary)
         # All compute issued so far comes first: the copy reads what it wrote.
         after = (*self._issue(there[0][1], value), *((self.compute,) if self.compute else ()))
         for lane, link in there:
             after = (self._copy(value, lane, link, after),)
 
     def _copy_in(self, value: int) -> None:
-        _, back = routes(self.hardware, self._tier(value))
+        _, back = self._routes(value)
         host = self._issue(back[-1][1], value)
         for lane, link in back:
             after: tuple[Task, ...] = (self.copies[value][-1], *host)
@@ -225,7 +246,10 @@ class _Issuer:
         """
         decision = self.plan.decisions[value]
         nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
-        nbytes += decision.nbytes if isinstance(decision, Encode) else 0
+        if isinstance(decision, Encode):
+            nbytes += decision.nbytes
+        elif isinstance(decision, Managed):
+            nbytes += nbytes
         share = compared_share(self.trace) if isinstance(decision, Recompute) else 1.0
         seconds = share * self.hardware.memory_seconds(nbytes)
         if seconds or isinstance(decision, Encode):
@@ -233,9 +257,8 @@ class _Issuer:
             task = Task(Lane.COMPUTE, seconds, host, op=boundary, value=value)
             self.compute = self._add(task)
 
-    def _tier(self, value: int) -> Tier:
-        decision = self.plan.decisions[value]
-        return decision.tier if isinstance(decision, Offload) else Tier.DEVICE
+    def _routes(self, value: int) -> tuple[list[tuple[Lane, Link]], ...]:
+        return ways(self.hardware, self.plan.decisions[value])
 
     def _add(self, task: Task) -> Task:
         self.tasks.append(task)

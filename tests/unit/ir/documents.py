@@ -107,7 +107,7 @@ def plans() -> st.SearchStrategy[Plan]:
         st.builds(Offload, st.sampled_from(Tier), INTS, INTS, INTS, INTS),
         st.builds(Recompute, some(INTS), INTS),
         st.builds(Encode, TEXT, INTS, INTS, INTS),
-        st.builds(Managed, INTS, INTS),
+        st.builds(Managed, INTS, INTS, INTS, INTS, st.booleans()),
     )
     return st.builds(
         Plan,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from belady.ir.plan import Offload, Plan, Recompute
+from belady.ir.plan import Managed, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Save, Tier, Trace
 
@@ -25,6 +25,7 @@ class Content:
     here: bool = False
     handed: list[Save] = field(default_factory=list)
     brought: bool = False
+    managed: Managed | None = None
 
     def bring(self) -> None:
         if (self.parcel or self.replay) and not self.source and not self.here:
@@ -36,7 +37,7 @@ class Content:
             # Autograd holds what it was handed until its op is over.
             self.handed.append(save)
         self.unread -= 1
-        if self.unread == 0:
+        if self.unread == 0 and self.managed is None:
             self.here = False
 
     def drop(self, save: Save) -> None:
@@ -45,7 +46,7 @@ class Content:
 
 
 class Engine:
-    """Runs a trace under a plan of Offload and Recompute; ``held`` and ``off`` are filled op by op.
+    """Runs a trace under a plan of moves and replays; ``held`` and ``off`` are filled op by op.
 
     Attributes
     ----------
@@ -53,11 +54,16 @@ class Engine:
         Bytes by tier during each op.
     off
         Values whose bytes are away during each op and have not been brought back yet.
+    blocks
+        Most bytes of managed blocks that were on the device; ``held`` is without them.
     """
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.trace = trace
         self.moves = {v: d for v, d in plan.decisions.items() if isinstance(d, Offload)}
+        self.paged = {v: d for v, d in plan.decisions.items() if isinstance(d, Managed)}
+        self.moves |= {value: decision.moves for value, decision in self.paged.items()}
+        self.blocks = 0
         self.again = {v: d for v, d in plan.decisions.items() if isinstance(d, Recompute)}
         self.contents: dict[int, Content] = {}
         self.kept: list[tuple[int, Save]] = []
@@ -76,6 +82,7 @@ class Engine:
             if self._saves(boundary) | self._first_reads(boundary) or not self.trace.anchors:
                 self._advance(boundary)
             self._reads(boundary)
+            self._count_blocks()
             self._count(boundary)
         return self
 
@@ -104,7 +111,8 @@ class Engine:
         if index not in self.contents:
             total = sum(len(other.reads) for other in self.trace.values[index].saves)
             replay = index in self.again
-            self.contents[index] = Content(total, replay, source=not replay)
+            content = Content(total, replay, source=not replay, managed=self.paged.get(index))
+            self.contents[index] = content
         self.contents[index].handles.append(save)
 
     def _first_reads(self, boundary: int) -> bool:
@@ -119,10 +127,22 @@ class Engine:
                 continue
             if step == 0:
                 content.parcel = True
+                if content.managed is not None:
+                    content.source, content.here = False, True
+                    self._count_blocks()
+                    if content.managed.gone_by == content.managed.prefetch_out_at:
+                        content.here = False
             elif step == 1:
                 content.source = content.source and not content.parcel
+                content.here = content.here and not (content.managed and content.parcel)
             else:
                 content.bring()
+            self._count_blocks()
+
+    def _count_blocks(self) -> None:
+        here = (v for v, c in self.contents.items() if c.managed and c.here)
+        values, storages = self.trace.values, self.trace.storages
+        self.blocks = max(self.blocks, sum(storages[values[v].storage].nbytes for v in here))
 
     def _reads(self, boundary: int) -> None:
         for content in self.contents.values():
@@ -141,7 +161,8 @@ class Engine:
         for value, content in self.contents.items():
             index = self.trace.values[value].storage
             nbytes = self.trace.storages[index].nbytes
-            held[Tier.DEVICE] += nbytes * (content.here or bool(content.handed))
+            if content.managed is None:
+                held[Tier.DEVICE] += nbytes * (content.here or bool(content.handed))
             if content.parcel:
                 held[self.moves[value].tier] += nbytes
             original = content.source or boundary < self.trace.storages[index].released

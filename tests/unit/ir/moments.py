@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from belady.ir.hardware import Allocator, HardwareProfile
-from belady.ir.plan import Assignment, Budget, Decision, Offload, Plan, Recompute
+from belady.ir.plan import Assignment, Budget, Decision, Managed, Offload, Plan, Recompute
 from belady.ir.replay import refusals
 from belady.ir.trace import Mode, Op, Phase, Save, Source, Storage, StorageKind, Tier, Trace, Value
 from tests.support.strategies import machine
@@ -89,6 +89,21 @@ def drawn_moves(rng: random.Random, trace: Trace) -> dict[int, Decision]:
                 back = ready = last
             moves[index] = Offload(rng.choice((Tier.HOST, Tier.DISK)), out - 1, free, back, ready)
     return moves
+
+
+def drawn_managed(rng: random.Random, trace: Trace) -> dict[int, Decision]:
+    """The same moves in managed memory, some of them left to the driver."""
+    found: dict[int, Decision] = {}
+    for index, move in drawn_moves(rng, trace).items():
+        assert isinstance(move, Offload)
+        out, gone = move.copy_out_after + 1, move.free_at
+        back, faults = move.copy_in_at, rng.random() < 0.5
+        if rng.random() < 0.5:
+            gone = out
+        if faults:
+            back = move.ready_by
+        found[index] = Managed(out, gone, back, move.ready_by, faults)
+    return found
 
 
 def drawn_drops(rng: random.Random, trace: Trace) -> dict[int, Decision]:

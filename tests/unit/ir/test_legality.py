@@ -178,9 +178,30 @@ def test_what_is_never_saved_stays() -> None:
     assert messages(judged(trace, MOVE)) == "value 0 is never saved, so it cannot move"
 
 
-def test_decisions_without_an_engine_are_named() -> None:
-    assert "value 0: no engine carries out Managed yet" in messages(
-        judged(one_value(), Managed(2, 5))
+def test_managed_memory_is_for_machines_that_have_it() -> None:
+    trace = one_value()
+    plan = plan_of(trace, {0: Managed(2, 3, 5, 6)})
+    assert check(trace, GPU, plan, ROOMY).ok
+    without = check(trace, replace(GPU, managed=None), plan, ROOMY)
+    assert messages(without) == (
+        "value 0: machine 'drawn cuda' has no managed memory, which takes a CUDA device that may "
+        "share it with the host (concurrentManagedAccess)"
+    )
+
+
+def test_managed_moments_may_not_decrease() -> None:
+    trace = one_value()
+    said = messages(check(trace, GPU, plan_of(trace, {0: Managed(4, 3, 5, 6)}), ROOMY))
+    assert said.startswith("value 0: saved at ")
+    assert "copied out at 4, freed at 3" in said
+
+
+def test_pages_that_fault_in_are_not_asked_for() -> None:
+    trace = one_value()
+    assert check(trace, GPU, plan_of(trace, {0: Managed(2, 2, 6, 6, faults=True)}), ROOMY).ok
+    early = check(trace, GPU, plan_of(trace, {0: Managed(2, 2, 5, 6, faults=True)}), ROOMY)
+    assert messages(early) == (
+        "value 0: its pages fault in when they are read, at 6, so nothing can be issued at 5"
     )
 
 

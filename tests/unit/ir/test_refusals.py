@@ -128,7 +128,14 @@ OFFLOAD = {
 }
 RECOMPUTE = {"kind": "Recompute", "ops": [0], "at": 3}
 ENCODE = {"kind": "Encode", "codec": "bits", "nbytes": 1, "encode_at": 0, "decode_at": 3}
-MANAGED = {"kind": "Managed", "prefetch_out_at": 0, "prefetch_in_at": 3}
+MANAGED = {
+    "kind": "Managed",
+    "prefetch_out_at": 0,
+    "gone_by": 1,
+    "prefetch_in_at": 2,
+    "ready_by": 3,
+    "faults": False,
+}
 # The trace has 6 ops.
 ENDS = len(TRACE.ops)
 FAR = len(TRACE.values)
@@ -152,7 +159,7 @@ def test_a_run_may_name_all_that_its_trace_has() -> None:
         ("plan.assignments", decided(OFFLOAD, FAR - 1, copy_out_after=-1, ready_by=ENDS)),
         ("plan.assignments", decided(RECOMPUTE, ops=[ENDS - 1], at=ENDS)),
         ("plan.assignments", decided(ENCODE, decode_at=ENDS)),
-        ("plan.assignments", decided(MANAGED, prefetch_in_at=ENDS)),
+        ("plan.assignments", decided(MANAGED, ready_by=ENDS)),
         ("plan.order_edits", [{"op": ENDS - 1, "before": ENDS}]),
         ("plan.reuse_classes", [[0, STORAGES - 1]]),
         ("predicted.curve", [1] * ENDS),
@@ -193,6 +200,16 @@ def test_a_run_may_name_all_that_its_trace_has() -> None:
             "plan.assignments",
             decided(MANAGED, prefetch_in_at=7),
             "plan.assignments[0].decision.prefetch_in_at: 7 is not",
+        ),
+        (
+            "plan.assignments",
+            decided(MANAGED, gone_by=7),
+            "plan.assignments[0].decision.gone_by: 7 is not",
+        ),
+        (
+            "hardware.managed.fault.latency_s",
+            -1.0,
+            "hardware.managed.fault.latency_s: -1.0 is negative",
         ),
         ("plan.order_edits", [{"op": ENDS, "before": 0}], "plan.order_edits[0].op: 6 is not"),
         ("plan.order_edits", [{"op": 0, "before": 7}], "plan.order_edits[0].before: 7 is not"),

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from belady.errors import PlanMismatchError
-from belady.ir.plan import Assignment, Keep, Offload, Plan, Recompute
+from belady.ir.plan import Assignment, Decision, Keep, Managed, Offload, Plan, Recompute
 from belady.ir.residency import (
     away,
     curve,
     intervals,
+    managed_room,
     next_anchor,
     offload_boundaries,
     reload_end,
@@ -25,6 +26,7 @@ from tests.unit.ir.moments import (
     ROOMY,
     drawn,
     drawn_drops,
+    drawn_managed,
     drawn_moves,
     plan_of,
     save,
@@ -59,6 +61,28 @@ def agrees_with_the_engine(trace: Trace, plan: Plan) -> None:
 def test_bytes_are_where_the_engine_has_them(rng: random.Random) -> None:
     trace = drawn(rng)
     agrees_with_the_engine(trace, plan_of(trace, drawn_moves(rng, trace)))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_managed_bytes_are_where_the_engine_has_them(rng: random.Random) -> None:
+    trace = drawn(rng)
+    plan = plan_of(trace, drawn_moves(rng, trace) | drawn_managed(rng, trace))
+    agrees_with_the_engine(trace, plan)
+    room, engine = managed_room(trace, plan, BYTES), Engine(trace, plan).run()
+    passing = any(
+        isinstance(d, Managed) and d.gone_by == d.prefetch_out_at for d in decisions(plan)
+    )
+    assert engine.blocks <= room
+    if not passing and asked_for(trace, plan):
+        assert engine.blocks == room
+    spans = intervals(trace, plan)
+    torch_alone = tier_curve(spans, Tier.DEVICE, len(trace.ops), BYTES)
+    assert curve(trace, plan, BYTES, spans) == [nbytes + room for nbytes in torch_alone]
+
+
+def decisions(plan: Plan) -> list[Decision]:
+    return list(plan.decisions.values())
 
 
 @settings(max_examples=1000, deadline=None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from belady.errors import PlanMismatchError, TierError
-from belady.ir.hardware import Allocator, Link
+from belady.ir.hardware import Allocator, HardwareProfile, Link, ManagedLinks
 from belady.ir.plan import (
     Assignment,
     Budget,
@@ -213,10 +213,46 @@ def test_a_plan_for_another_trace_is_refused() -> None:
         simulate(trace_of([1]), gpu(), plan_of(trace_of([1, 2])))
 
 
-def test_decisions_that_cannot_be_simulated_are_refused() -> None:
+def with_managed(out: float, back: float, fault: float) -> HardwareProfile:
+    """The machine by hand with managed memory of so many bytes per second."""
+    ends = (Tier.HOST, Tier.DEVICE)
+    return replace(
+        gpu(),
+        managed=ManagedLinks(
+            Link(*reversed(ends), ((1, out),), out, 0.0, "managed"),  # type: ignore[misc]
+            Link(*ends, ((1, back),), back, 0.0, "managed"),
+            Link(*ends, ((1, fault),), fault, 0.0, "managed"),
+        ),
+    )
+
+
+def test_managed_values_take_the_links_of_managed_memory() -> None:
+    trace = trace_of([1, 1, 1, 1], [(8, 0, 3)])
+    hardware = with_managed(out=4.0, back=8.0, fault=2.0)
+    # Out for 2 s from 1 s on, and the compute that follows waits for it at once; back in 1 s.
+    late = simulate(trace, hardware, plan_of(trace, Managed(1, 1, 3, 3)))
+    assert late.seconds == 7.0
+    assert [(s.cause, s.seconds) for s in late.stalls] == [(Cause.COPY_OUT, 2), (Cause.COPY_IN, 1)]
+    # Waited for later, and asked back earlier: nothing waits but what is left of the way out.
+    early = simulate(trace, hardware, plan_of(trace, Managed(1, 2, 2, 3)))
+    assert early.seconds == 5.0
+    assert early.moved == (Moved(Lane.COPY_OUT, 8, 1), Moved(Lane.COPY_IN, 8, 1))
+    # Faults: 4 s for the way back.
+    faulted = simulate(trace, hardware, plan_of(trace, Managed(1, 1, 3, 3, faults=True)))
+    assert faulted.seconds == 10.0
+
+
+def test_managed_blocks_have_room_of_their_own() -> None:
+    trace = trace_of([1, 1, 1, 1], [(8, 0, 3)])
+    timeline = simulate(trace, with_managed(1.0, 1.0, 1.0), plan_of(trace, Managed(1, 2, 3, 3)))
+    assert timeline.curve == (16, 8, 8, 8)
+    assert timeline.peak(Tier.HOST) == 8
+
+
+def test_a_machine_without_managed_memory_is_refused() -> None:
     trace = trace_of([1, 1, 1], [(4, 0, 2)])
-    with pytest.raises(PlanMismatchError, match="value 0: Managed cannot"):
-        simulate(trace, gpu(), plan_of(trace, Managed(1, 2)))
+    with pytest.raises(TierError, match="machine 'by hand' has no managed memory"):
+        simulate(trace, gpu(), plan_of(trace, Managed(1, 1, 2, 2)))
 
 
 def test_order_edits_are_refused() -> None:
