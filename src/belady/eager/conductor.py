@@ -184,13 +184,18 @@ class Conductor:
         return stage, sample
 
     def _admit(self, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
-        """Refuse what cannot fit, unless it can in the coordinated order or in slices."""
+        """Refuse what cannot fit, unless it can in the coordinated order or in slices.
+
+        What fits, but not beside the workspaces that a library will ask for, is cut too.
+        """
         if module in self._cutting:
             # A trace without bytes is of the modules as they are; now the cap is the judge.
             return
         self._ordering.begin(self._modules)
         try:
-            refuse_infeasible(module, call, self._hardware, self._policy)
+            trace = refuse_infeasible(module, call, self._hardware, self._policy)
+            if trace is not None:
+                self._cutting.make_room(module, call, self.carrier.device, trace)
         except InfeasibleBudgetError as error:
             # The order comes first: it changes no bit.
             refusal = self._ordering.answer(error, module, call)

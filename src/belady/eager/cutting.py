@@ -15,7 +15,7 @@ from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
-from belady.planners.sectioning import sections_for
+from belady.planners.sectioning import over_budget, sections_for, with_workspaces
 from belady.sections.allowed import reasons
 from belady.sections.stages import is_sequential
 from belady.sections.trial import trial
@@ -25,6 +25,9 @@ from belady.sections.wrap import wrap
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
 # Copies of the parameters that an optimizer may keep, most first: Adam's two, or none.
 _COPIES = (2, 0)
+# Most workspace of cuDNN's algorithms, in bytes of the largest operand: in NCHW on an H200, by
+# `python -m benchmarks kernels --question convolution`.
+_WITH_TENSOR_CORES, _WITHOUT = 2.0, 6.3
 
 Call = tuple[Any, Any]
 
@@ -52,15 +55,39 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        if self._policy.exact or self._policy.name not in POLICIES or module in self._undo:
+        beside = (_workspace_share(device), 0.0)
+        return self._may_cut(module) and any(
+            self._cut(module, call, device, copies, share) for share in beside for copies in _COPIES
+        )
+
+    def make_room(self, module: nn.Module, call: Call, device: torch.device, trace: Trace) -> None:
+        """Cut modules whose ops would fit, but not beside the workspaces of a library.
+
+        Parameters
+        ----------
+        trace
+            Static, of this call.
+        """
+        share = _workspace_share(device)
+        if not share or not self._may_cut(module):
+            return
+        asking = with_workspaces(trace, share)
+        if over_budget(asking, self._hardware, self._policy.budget) > 0:
+            self._cut(module, call, device, _COPIES[-1], share)
+
+    def _may_cut(self, module: nn.Module) -> bool:
+        policy = self._policy
+        return not policy.exact and policy.name in POLICIES and module not in self._undo
+
+    def _cut(
+        self, module: nn.Module, call: Call, device: torch.device, copies: int, share: float
+    ) -> bool:
+        sections = self._chosen(module, call, device, copies, share)
+        if not sections:
             return False
-        for copies in _COPIES:
-            sections = self._chosen(module, call, device, copies)
-            if sections:
-                self._undo[module] = wrap(module, sections)
-                self.said += [_sentence(section) for section in sections]
-                return True
-        return False
+        self._undo[module] = wrap(module, sections)
+        self.said += [_sentence(section) for section in sections]
+        return True
 
     def close(self) -> None:
         """Let all modules run as they did."""
@@ -68,7 +95,7 @@ class Cutting:
             self._undo.popitem()[1]()
 
     def _chosen(
-        self, module: nn.Module, call: Call, device: torch.device, copies: int
+        self, module: nn.Module, call: Call, device: torch.device, copies: int, share: float
     ) -> tuple[Section, ...] | None:
         inputs: dict[nn.Module, _Input] = {}
         try:
@@ -80,7 +107,16 @@ class Cutting:
         def may(section: Section) -> bool:
             return _may(module, section, trace, inputs, device)
 
-        return sections_for(trace, self._hardware, self._policy.budget, chains(module), may)
+        asking = with_workspaces(trace, share)
+        return sections_for(asking, self._hardware, self._policy.budget, chains(module), may)
+
+
+def _workspace_share(device: torch.device) -> float:
+    """What a convolution may ask for, of its largest operand; nothing on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda")
+    return _WITH_TENSOR_CORES if reduced else _WITHOUT
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:

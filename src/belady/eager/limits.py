@@ -11,7 +11,7 @@ import torch
 from belady.errors import BudgetError, InfeasibleBudgetError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
-from belady.ir.trace import Tier
+from belady.ir.trace import Tier, Trace
 from belady.measure.probe import probe
 from belady.measure.stages import Policy
 from belady.measure.static import static_trace
@@ -88,8 +88,8 @@ def clamped(budget: Budget, hardware: HardwareProfile) -> Budget:
 
 def refuse_infeasible(
     module: torch.nn.Module, call: tuple[Any, Any], hardware: HardwareProfile, policy: Policy
-) -> None:
-    """Raise before anything runs if the budget cannot hold even one pass.
+) -> Trace | None:
+    """Raise before anything runs if the budget cannot hold even one pass; gives the static trace.
 
     It is judged without optimizer state: what is not known to exist must not refuse a budget. The
     smallest budget that the error names allows for two copies, as Adam keeps them.
@@ -104,12 +104,13 @@ def refuse_infeasible(
         trace = static_trace(module, call, device, state_copies=0)
     except TraceError:
         # It can be traced by running it alone; then the cap is the judge.
-        return
+        return None
     try:
         make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
     except InfeasibleBudgetError:
         trace = static_trace(module, call, device, state_copies=2)
         make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+    return trace
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

@@ -258,28 +258,31 @@ class _Search:
 
     def full_in_every_slice(self, given: int, totals: frozenset[int]) -> frozenset[int]:
         """What does not depend on the input, and what gradients of parameters are made of."""
-        trace = self.trace
-        dependent = {given}
-        full: set[int] = set()
-        for at in self.forward:
-            op = trace.ops[at]
-            if dependent.intersection(op.reads):
-                dependent.update(op.writes)
-            else:
-                full.update(trace.values[value].storage for value in op.writes)
-        whole = set(totals)
+        trace, whole = self.trace, set(totals)
         for at in reversed(self.backward):
             op = trace.ops[at]
             if "_to_copy" in op.name and whole.intersection(
                 trace.values[value].storage for value in op.writes
             ):
                 whole.update(trace.values[value].storage for value in op.reads)
-        return frozenset(full | whole)
+        return frozenset(self._made_without(given) | whole)
+
+    def _made_without(self, given: int) -> set[int]:
+        """What forward makes of parameters alone, such as the weights that autocast casts."""
+        trace, dependent, found = self.trace, {given}, set[int]()
+        for at in self.forward:
+            op = trace.ops[at]
+            if dependent.intersection(op.reads):
+                dependent.update(op.writes)
+            else:
+                found.update(trace.values[value].storage for value in op.writes)
+        return found
 
     def samples(self, given: int) -> int:
         trace, own = self.trace, set(self.forward)
         born = {trace.values[given].storage}
         born.update(trace.values[value].storage for value in self.born_in(self.forward))
+        born -= self._made_without(given)
         sizes = {
             save.shape[0]
             for value in trace.values

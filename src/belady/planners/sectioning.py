@@ -8,6 +8,7 @@ under every plan. Cutting modules along the batch lowers it (tvDNN: Park et al.,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from belady.errors import PlanMismatchError
@@ -15,7 +16,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan, Section
 from belady.ir.residency import curve
 from belady.ir.sections import apply
-from belady.ir.trace import Phase, Trace
+from belady.ir.trace import Op, Phase, Trace
 from belady.planners.base import assemble
 from belady.planners.floor import FLOOR
 from belady.planners.moves import Case
@@ -61,6 +62,32 @@ def sections_for(
             return None
         chosen = better
     return None
+
+
+def with_workspaces(trace: Trace, share: float) -> Trace:
+    """The trace with what its convolutions may ask for beside their operands, where none is known.
+
+    A library that does not get the workspace of its fastest algorithm takes another one, which can
+    be tens of times slower, and stays with it.
+
+    Parameters
+    ----------
+    share
+        Bytes of workspace, of those of the largest operand or result.
+    """
+
+    def asks(op: Op) -> int:
+        if op.workspace_bytes or "convolution" not in op.name:
+            return op.workspace_bytes
+        storages = {trace.values[value].storage for value in (*op.reads, *op.writes)}
+        return int(share * max((trace.storages[it].nbytes for it in storages), default=0))
+
+    return replace(trace, ops=tuple(replace(op, workspace_bytes=asks(op)) for op in trace.ops))
+
+
+def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:
+    """Bytes of the floor of ``trace`` beyond the budget; negative where there is room."""
+    return _Search(trace, hardware, budget, (), lambda _: False).excess(())[0]
 
 
 class _Search:

@@ -16,7 +16,7 @@ from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.planners import smallest_budget
-from belady.planners.sectioning import sections_for
+from belady.planners.sectioning import over_budget, sections_for, with_workspaces
 from tests.unit.planners.nets import gpu
 
 PLENTY = Budget(1 << 40)
@@ -115,3 +115,36 @@ def test_there_is_a_limit() -> None:
     trace, chains = traced(flat)
     assert sections_for(trace, gpu(), Budget(1 << 16), chains, everything) is None
     assert sections_for(trace, gpu(), Budget(floor_of(trace) // 2), [], everything) is None
+
+
+def test_weights_that_autocast_casts_do_not_hide_the_batch() -> None:
+    model = nested()
+    call = ((torch.randn(16, 3, 64, 64),), {})
+    with torch.autocast("cpu", torch.bfloat16):
+        trace = static_trace_with_batch(model, call, torch.device("cpu"))
+    assert "aten._to_copy.default" in {op.name for op in trace.ops}
+    assert floor_of(trace, [Section(("1",), 4)]) < floor_of(trace)
+
+
+def test_what_convolutions_ask_for_beside_their_operands_is_counted() -> None:
+    trace, chains = traced(nested)
+    asking = with_workspaces(trace, 2.0)
+    largest = max(
+        trace.storages[trace.values[value].storage].nbytes
+        for op in trace.ops
+        if "convolution" in op.name
+        for value in (*op.reads, *op.writes)
+    )
+    assert max(op.workspace_bytes for op in asking.ops) == 2 * largest
+    budget = Budget(floor_of(trace))
+    assert over_budget(trace, gpu(), budget) <= 0 < over_budget(asking, gpu(), budget)
+    assert sections_for(trace, gpu(), budget, chains, everything) == ()
+    found = sections_for(asking, gpu(), budget, chains, everything)
+    assert found
+    assert floor_of(asking, found) <= budget.device_bytes
+
+
+def test_a_workspace_that_is_known_stays() -> None:
+    trace, _ = traced(flat)
+    known = replace(trace, ops=tuple(replace(op, workspace_bytes=5) for op in trace.ops))
+    assert with_workspaces(known, 2.0) == known
