@@ -20,8 +20,9 @@ import torch
 from belady._version import __version__
 from belady.errors import DocumentError, SpillError, TierError, TierFullError
 from belady.ir.files import load, save
-from belady.ir.hardware import Allocator, Capacity, HardwareProfile, Link
+from belady.ir.hardware import Allocator, Capacity, HardwareProfile, Link, ManagedLinks
 from belady.ir.trace import Tier
+from belady.measure.paging import managed_links
 from belady.measure.rates import (
     COPY_SIZES,
     DISK_SIZES,
@@ -32,6 +33,7 @@ from belady.measure.rates import (
     memory_link,
 )
 from belady.memory.disk import DiskStore
+from belady.memory.driver import CudaDriver
 from belady.memory.files import Files, check_folder
 from belady.memory.lanes import lanes_for, resolve
 from belady.memory.slab import HostArena
@@ -45,7 +47,7 @@ CPU_ALLOCATOR = Allocator(round_bytes=64, margin_fraction=0.0, margin_bytes=0)
 HOST_SHARE = 0.8  # of the memory available now; the rest is for the program itself
 DISK_RESERVE_BYTES = 1024 * MIB  # never ours: others write there too
 
-_MEASURED = 2  # one more whenever something else is measured: what is remembered is no more valid
+_MEASURED = 3  # one more whenever something else is measured: what is remembered is no more valid
 _CPU_COPY_BYTES = 64 * MIB
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -81,11 +83,13 @@ def probe(
     device = resolve(device)
     folder = _spill_folder(spill_dir)
     cache = _cache_file(device, folder)
-    links = None if refresh else _remembered(cache)
-    if links is not None:
-        return _profile(device, folder, links)
+    known = None if refresh else _remembered(cache)
+    if known is not None:
+        return replace(_profile(device, folder, known.links), managed=known.managed)
     links, notes = _measure(device, folder)
-    profile = _profile(device, folder, links)
+    managed, refused = _managed(device)
+    notes = (*notes, *refused)
+    profile = replace(_profile(device, folder, links), managed=managed)
     if not notes:
         _remember(profile, cache)
     return replace(profile, settings=(*profile.settings, *notes))
@@ -135,6 +139,21 @@ def _cuda_links(device: torch.device, notes: list[tuple[str, str]]) -> list[Link
     finally:
         arena.close()
         torch.cuda.empty_cache()  # what was measured with must not stay reserved
+
+
+def _managed(
+    device: torch.device,
+) -> tuple[ManagedLinks | None, tuple[tuple[str, str], ...]]:
+    """Links of managed memory, which CUDA alone has; a note where they were not to be had."""
+    if device.type != "cuda":
+        return None, ()
+    try:
+        with torch.cuda.device(device):
+            return managed_links(lanes_for(device), CudaDriver(device)), ()
+    except TierFullError as error:
+        return None, (("managed_memory", f"not measured: {error}"),)
+    except TierError:
+        return None, ()  # nor will it be there next time
 
 
 def _disk_links(folder: str, near: Tier) -> tuple[Link, Link]:
@@ -239,11 +258,11 @@ def _cache_file(device: torch.device, folder: str | None) -> Path | None:
     return base / "belady" / f"hardware-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
 
 
-def _remembered(cache: Path | None) -> tuple[Link, ...] | None:
+def _remembered(cache: Path | None) -> HardwareProfile | None:
     if cache is None:
         return None
     try:
-        return load(HardwareProfile, cache).links
+        return load(HardwareProfile, cache)
     except (OSError, DocumentError):
         return None  # absent, unreadable or damaged: measured again
 

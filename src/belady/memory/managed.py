@@ -35,11 +35,17 @@ from belady.memory.lanes import Fence, Lanes, current_stream
 
 
 class Lease:
-    """A block in use: by a parcel and by every tensor on its bytes, each of which keeps it."""
+    """A block in use: by a parcel and by every tensor on its bytes, each of which keeps it.
 
-    def __init__(self, pool: ManagedPool, block: Block) -> None:
-        self._pool = pool
+    Parameters
+    ----------
+    give_back
+        Called with the block when the last of them is gone, by a finalizer.
+    """
+
+    def __init__(self, block: Block, give_back: Callable[[Block], None]) -> None:
         self.block = block
+        self._give_back = give_back
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -51,7 +57,7 @@ class Lease:
         }
 
     def __del__(self) -> None:
-        self._pool.give_back(self.block)
+        self._give_back(self.block)
 
 
 class ManagedPool:
@@ -131,7 +137,7 @@ class ManagedPool:
             block.used = nbytes
             self.parked_bytes += nbytes
             self.peak_parked_bytes = max(self.peak_parked_bytes, self.parked_bytes)
-        return Lease(self, block)
+        return Lease(block, self.give_back)
 
     def fill(self, lease: Lease, source: torch.Tensor) -> torch.Tensor:
         """Copy ``source`` into the block on the current stream, and give the block's bytes.
