@@ -105,6 +105,7 @@ def test_an_iteration_can_be_recorded() -> None:
     assert run.measured.level == 2
     assert run.measured.spans
     assert "It fits" in vm.report()
+    assert "in the iteration before those, of captured graphs alone." in vm.report()
 
 
 class Talking(nn.Module):

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from torch import fx
 
+from belady.graph.doors import fake_value
 from belady.graph.parts import Part
-from belady.ir.trace import Save, StorageKind, Use
+from belady.ir.trace import Op, Save, StorageKind, Use
 
 
 @dataclass
@@ -49,7 +50,13 @@ class Content:
 
 @dataclass
 class Call:
-    """One call of a graph while its parts are drawn."""
+    """One call of a graph while its parts are drawn.
+
+    Attributes
+    ----------
+    turned
+        First op of its backward; None before there is one.
+    """
 
     part: Part
     start: int
@@ -57,7 +64,7 @@ class Call:
     values: dict[int, int] = field(default_factory=dict)
     made_at: dict[int, int] = field(default_factory=dict)
     by_sequence: dict[int, int] = field(default_factory=dict)
-    turned: int = 0
+    turned: int | None = None
 
 
 class Crossing(NamedTuple):
@@ -91,6 +98,28 @@ def crossings(part: Part, start: int, end: int) -> Iterator[Crossing]:
         if node in handed_on:
             reads, dropped = [*reads, end], end
         yield Crossing(node, ordinal, storage, tuple(reads), dropped, read_by_op)
+
+
+def save_of(call: Call, crossing: Crossing, value: int, made: int, ops: Sequence[Op]) -> Save:
+    """How a trace tells of a crossing that saves ``value``, which op ``made`` made."""
+    reads = crossing.reads
+    reader = ops[reads[0]].forward_op if crossing.read_by_op else None
+    op = made if reader is None else reader
+    tensor = fake_value(crossing.node)
+    return Save(
+        pass_index=call.part.call,
+        ordinal=crossing.ordinal,
+        op=op,
+        packed=call.made_at[crossing.storage],
+        reads=reads,
+        dropped=crossing.dropped,
+        as_input=value in ops[op].reads,
+        module=ops[op].module,
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        offset=int(tensor.storage_offset()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
 
 
 def nodes_in(results: Sequence[object]) -> list[fx.Node]:

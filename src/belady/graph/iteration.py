@@ -40,6 +40,11 @@ class Iteration:
     ended: bool = False
     entered: float = 0.0
 
+    @property
+    def turned(self) -> bool:
+        """Whether a backward has begun."""
+        return not all(forward for _, forward in self.order)
+
     def anchor(self) -> None:
         """A part begins: take it down, where the iteration is recorded and goes as planned."""
         tape, force = self.sample.tape, self.kind.force

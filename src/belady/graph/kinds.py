@@ -99,3 +99,9 @@ def settled(drawn: Drawn, before: Drawn | None) -> Drawn:
     if before is None:
         return drawn
     return replace(drawn, trace=undisturbed(drawn.trace, before.trace))
+
+
+def goes_back_once(order: Order) -> bool:
+    """Whether no call had more than one backward."""
+    calls = [call for call, forward in order if not forward]
+    return len(set(calls)) == len(calls)

@@ -137,8 +137,9 @@ class Roots:
         self.reasons.update(reasons)
 
     def unmanaged(self) -> list[str]:
-        """What of the models runs as plain PyTorch, one sentence each."""
-        return unmanaged(self.reasons)
+        """What is not managed or not planned, one sentence each."""
+        notes = [] if self.conductor is None else self.conductor.notes
+        return [*notes, *unmanaged(self.reasons)]
 
     @contextmanager
     def calling(self) -> Iterator[None]:

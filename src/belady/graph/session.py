@@ -13,7 +13,7 @@ from belady.graph import autograd
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
 from belady.graph.iteration import Iteration
-from belady.graph.kinds import Kind, Order, settled
+from belady.graph.kinds import Kind, Order, goes_back_once, settled
 from belady.graph.parts import Part
 from belady.graph.planning import Planning, part_of
 from belady.graph.trace import draw
@@ -28,12 +28,19 @@ from belady.memory.carrier import Carrier
 if TYPE_CHECKING:
     from belady.graph.inductor import Inductor
 
+_MAY_BE_OFF = "what is predicted may be off"
+_TWICE = (
+    "an iteration with a second backward through the same call (retain_graph=True) is not planned, "
+    "and all that may move does: engine='eager' plans it"
+)
+
 
 class Session:
     """The host of all graphs of some models: `belady.graph.capture.Host`.
 
     An iteration begins with the first forward after everything that was saved has been consumed or
-    thrown away.
+    thrown away, or where the first graph of one is called again after a backward: what is still
+    saved then is of a forward whose backward does not come.
 
     Parameters
     ----------
@@ -107,7 +114,8 @@ class Session:
 
     def _turn(self, graph: Captured, args: Sequence[Any]) -> Turn:
         iteration = self._iteration
-        if iteration is None or not iteration.open:
+        over = iteration is not None and iteration.turned and iteration.graphs[0] is graph
+        if iteration is None or not iteration.open or over:
             self.finish()
             iteration = self._begin(graph)
         call = len(iteration.graphs)
@@ -137,7 +145,7 @@ class Session:
         iteration.sample.host_seconds += perf_counter() - iteration.entered
         iteration.open.add(state)
         if iteration.watched is not None:
-            iteration.watched.leave(results, state.outside())
+            iteration.watched.leave(results, state.outside(), state)
 
     def unused(self, graph: Captured) -> None:
         """Note it."""
@@ -186,11 +194,14 @@ class Session:
         iteration, self._iteration = self._iteration, None
         if iteration is None:
             return
-        if not iteration.ended:
+        if iteration.turned and not iteration.ended:
+            # A forward's backward did not come, and what it saved outlived the last one that did.
+            self._monitor.end(iteration.sample)
+        elif not iteration.turned:
             self._monitor.cancel()
         self._carrier.sweep()
         self._planning.bits.forget()
-        if not all(forward for _, forward in iteration.order) and iteration.ended:
+        if iteration.turned:
             self._ended(iteration.kind.stage, iteration.sample)
             order = tuple(iteration.order)
             if iteration.watched is not None:
@@ -246,15 +257,14 @@ class Session:
         return self._iteration
 
     def _observed(self, iteration: Iteration, watched: Watched, order: Order) -> None:
-        kind = iteration.kind
-        for op in sorted(watched.surprises):
-            note = f"{op} lies on other bytes than it was traced with: what is predicted may be off"
-            if note not in self.notes:
-                self.notes.append(note)
-        drawn = None
-        if _is_whole(order):
+        kind, drawn = iteration.kind, None
+        if goes_back_once(order):
+            for op in sorted(watched.surprises):
+                self._note(f"{op} lies on other bytes than it was traced with: {_MAY_BE_OFF}")
             parts, unseen = watched.finish(), watched.unseen_bytes()
-            drawn = draw(parts, self.device, unseen, watched.released)
+            drawn = draw(parts, self.device, unseen, watched.released, watched.thrown_away)
+        else:
+            self._note(_TWICE)
         usable = drawn is not None
         alike = kind.seen(alike=usable and kind.same(iteration.graphs, order), usable=usable)
         if alike and drawn is not None:
@@ -262,6 +272,10 @@ class Session:
             self._latest = kind
         else:
             kind.graphs, kind.order, kind.warm = tuple(iteration.graphs), order, drawn
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
 
     def _carried_out(self, iteration: Iteration, order: Order) -> None:
         kind = iteration.kind
@@ -279,9 +293,3 @@ class Session:
 def unmanaged(reasons: Iterable[str]) -> list[str]:
     """One sentence for each reason why a part of a model runs as plain PyTorch."""
     return [f"not captured, and so not managed: {reason}" for reason in reasons]
-
-
-def _is_whole(order: Order) -> bool:
-    """Whether every call had one backward, no more and no less."""
-    calls = [call for call, forward in order if forward]
-    return sorted(call for call, forward in order if not forward) == calls

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from belady.graph import ops as facts
-from belady.graph.crossing import Bytes, Call, Content, Crossing, crossings, nodes_in
-from belady.graph.doors import fake_value
+from belady.graph.crossing import Bytes, Call, Content, crossings, nodes_in, save_of
 from belady.graph.joint import Step
 from belady.graph.parts import Drawn, Part, Timing
 from belady.graph.replays import inputs_again, running_statistics
@@ -20,7 +19,6 @@ from belady.ir.trace import (
     Mode,
     Op,
     Phase,
-    Save,
     Source,
     Storage,
     StorageKind,
@@ -30,12 +28,15 @@ from belady.ir.trace import (
     Value,
 )
 
+_NOTHING: Mapping[int, int] = MappingProxyType({})
+
 
 def draw(
     parts: Sequence[Part],
     device: torch.device,
     unseen_bytes: int = 0,
-    released: Mapping[int, int] = MappingProxyType({}),
+    released: Mapping[int, int] = _NOTHING,
+    thrown_away: Mapping[int, int] = _NOTHING,
 ) -> Drawn:
     """Draw the trace of ``parts``, in the order in which they ran.
 
@@ -46,6 +47,9 @@ def draw(
     released
         Names of storages that came in or went out, and the part before which everybody else had let
         go of them; any other is held to the end.
+    thrown_away
+        Calls whose backward never came, and the part before which what they had saved was gone; of
+        any other it is held to the end.
     """
     drawing = _Drawing(device)
     for index, part in enumerate(parts):
@@ -54,6 +58,7 @@ def draw(
         if part.forward and following is not None and not following.forward:
             drawing.outside(part)
     drawing.release(released)
+    drawing.hold(thrown_away)
     return drawing.finish(parts, unseen_bytes)
 
 
@@ -100,6 +105,18 @@ class _Drawing:
             if index is not None and self._bytes[index].kind not in PERSISTENT:
                 self._bytes[index].use(self._starts[part])
                 self._bytes[index].open = False
+
+    def hold(self, thrown_away: Mapping[int, int]) -> None:
+        """Hold what calls without a backward have saved: nobody reads it, and it cannot move."""
+        for number, call in self._calls.items():
+            if call.turned is not None:
+                continue
+            part = thrown_away.get(number)
+            gone = len(self._ops) if part is None else self._starts[part]
+            for node in call.part.joint.crossing:
+                storage = call.part.layout.storage_of.get(node)
+                if storage is not None:
+                    self._bytes[call.storages[storage]].use(gone)
 
     def finish(self, parts: Sequence[Part], unseen_bytes: int) -> Drawn:
         """Close what is open."""
@@ -203,7 +220,7 @@ class _Drawing:
         reads = []
         for storage in part.layout.reads(step):
             held = call.storages[storage]
-            if part.forward or self._bytes[held].birth >= call.turned:
+            if call.turned is None or self._bytes[held].birth >= call.turned:
                 self._bytes[held].use(index + 1)
             if storage not in left_out:
                 reads.append(self._latest[held])
@@ -240,27 +257,9 @@ class _Drawing:
             if held.kind not in PERSISTENT:
                 held.saved_until = max(held.saved_until, crossing.dropped)
                 value = call.values[crossing.storage]
-                self._contents[value].saves.append(self._saved(call, crossing, value))
-
-    def _saved(self, call: Call, crossing: Crossing, value: int) -> Save:
-        reads = crossing.reads
-        reader = self._ops[reads[0]].forward_op if crossing.read_by_op else None
-        op = max(self._contents[value].producer, 0) if reader is None else reader
-        tensor = fake_value(crossing.node)
-        return Save(
-            pass_index=call.part.call,
-            ordinal=crossing.ordinal,
-            op=op,
-            packed=call.made_at[crossing.storage],
-            reads=reads,
-            dropped=crossing.dropped,
-            as_input=value in self._ops[op].reads,
-            module=self._ops[op].module,
-            shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-        )
+                made = max(self._contents[value].producer, 0)
+                save = save_of(call, crossing, value, made, self._ops)
+                self._contents[value].saves.append(save)
 
     def _leave(self, call: Call, part: Part, results: Sequence[object]) -> None:
         """What goes out is held by somebody else from now on."""

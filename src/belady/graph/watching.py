@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ class Watched:
     released
         Names of storages that came in or went out, and the part before which nobody outside held
         them any more.
+    thrown_away
+        Calls that have had no backward, and the part before which their state was gone.
     surprises
         Ops whose results lay on other bytes, or on more or fewer, than they were traced with.
     """
@@ -94,11 +97,13 @@ class Watched:
     allocated_bytes: int
     parts: list[Part] = field(default_factory=list)
     released: dict[int, int] = field(default_factory=dict)
+    thrown_away: dict[int, int] = field(default_factory=dict)
     surprises: set[str] = field(default_factory=set)
     _lies_on: dict[tuple[int, int], int] = field(default_factory=dict)
     _steps: Iterator[Step] = field(default_factory=lambda: iter(()))
     _outside: dict[int, None] = field(default_factory=dict)
     _saved: dict[int, list[int]] = field(default_factory=dict)
+    _states: dict[int, weakref.ref[object]] = field(default_factory=dict)
     _host: list[float] = field(default_factory=list)
     _firsts: list[int] = field(default_factory=list)
     _inputs: dict[int, list[tuple[int, torch.Tensor, int]]] = field(default_factory=dict)
@@ -145,6 +150,7 @@ class Watched:
     def enter(self, part: Part, args: Sequence[Any]) -> None:
         """A part begins."""
         self._firsts.append(len(self._host))
+        self._note_thrown_away()
         self._note_released()
         if part.forward:
             self._add_outside(part.inputs)
@@ -161,17 +167,24 @@ class Watched:
             self._note_overwritten(part.call)
         if not part.forward:
             self._saved.pop(part.call, None)
+            self._states.pop(part.call, None)
         self.parts.append(part)
         self._steps = iter(ops_of(part))
 
-    def leave(self, results: Sequence[Any], saved: Sequence[torch.Tensor] = ()) -> None:
-        """It has run, and left ``saved`` on storages that others may hold too."""
+    def leave(
+        self,
+        results: Sequence[Any],
+        saved: Sequence[torch.Tensor] = (),
+        state: object | None = None,
+    ) -> None:
+        """It has run, and left ``state``, with ``saved`` on storages that others may hold too."""
         part = self.parts[-1]
         part.results = [self.names.of(item) for item in results]
         if part.forward:
             self._add_outside(part.results)
             names = (self.names.of(tensor) for tensor in saved)
             self._saved[part.call] = [name for name in names if name is not None]
+            self._states[part.call] = weakref.ref(state)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._held_at_end = torch.cuda.memory_allocated(self.device)
@@ -206,6 +219,11 @@ class Watched:
     def _add_outside(self, names: Iterable[int | None]) -> None:
         lasting = self.lasting.kinds
         self._outside |= dict.fromkeys(n for n in names if n is not None and n not in lasting)
+
+    def _note_thrown_away(self) -> None:
+        for call in [call for call, state in self._states.items() if state() is None]:
+            self.thrown_away[call] = len(self.parts)
+            del self._states[call], self._saved[call]
 
     def _note_released(self) -> None:
         """Which storages are held by nothing but what was saved: each such tensor is one holder."""

@@ -10,7 +10,7 @@ from belady.ir.plan import Encode, Managed, Offload, Plan, Workspace
 from belady.ir.residency import intervals, managed_room
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
-from belady.ir.trace import Phase, StorageKind, Tier, Trace
+from belady.ir.trace import Phase, Source, StorageKind, Tier, Trace
 from belady.units import format_bytes, format_seconds
 
 ABSENT = "-"
@@ -87,7 +87,11 @@ def measurement(run: Run) -> list[str]:
     times = ", ".join(format_seconds(seconds) for seconds in measured.iterations)
     lines = [f"Measured at level {measured.level} ({level}), iterations of {times}."]
     if run.trace.device == "cpu":
-        lines.append("The device peak of a CPU was counted op by op in the iteration before those.")
+        # Beside graphs, ops are seen by nobody: capturing and watching every op exclude each other.
+        of = ", of captured graphs alone" if run.trace.source is Source.GRAPH else ""
+        lines.append(
+            f"The device peak of a CPU was counted op by op in the iteration before those{of}."
+        )
     return lines
 
 
