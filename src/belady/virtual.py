@@ -23,6 +23,7 @@ from belady.ir.trace import Tier
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy, Stage
 from belady.memory.carrier import Carrier
+from belady.planners.ocdnn import MANAGING
 
 if TYPE_CHECKING:
     from belady.graph.roots import Roots
@@ -66,7 +67,8 @@ def virtualize(
     policy
         ``"auto"``, ``"hybrid"``, ``"lifetime"``, ``"vdnn_all"``, ``"vdnn_conv"``,
         ``"vdnn_dyn"``, ``"tvdnn_ilp"``, ``"tvdnn_greedy"``, ``"layrub_hybrid"``,
-        ``"layrub_inter"``, ``"layrub_intra"``, ``"floor"`` or ``"baseline"``.
+        ``"layrub_inter"``, ``"layrub_intra"``, ``"ocdnn_naive"``, ``"ocdnn_opt"``, ``"floor"`` or
+        ``"baseline"``.
     host_budget, disk_budget
         Most bytes of pinned host memory and of disk; None is what the machine has.
     spill_dir
@@ -246,10 +248,11 @@ class VirtualMemory:
         engine, policy = self._limits.engine, self._limits.policy
         if engine == "eager":
             return Tracker(self._conductor, self._ended)
-        if policy in ALWAYS:
+        if policy in (*ALWAYS, *MANAGING):
+            order = "puts the ops of backward in another order"
+            does = order if policy in ALWAYS else "moves values in managed memory"
             raise ValueError(
-                f"policy {policy!r} puts the ops of backward in another order, which "
-                f"engine={engine!r} does not: use engine='eager'"
+                f"policy {policy!r} {does}, which engine={engine!r} does not: use engine='eager'"
             )
         # Not before it is needed: Dynamo takes a second to load.
         from belady.graph.roots import Roots

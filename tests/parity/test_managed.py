@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import belady
-from belady.errors import InfeasibleBudgetError
+from belady.errors import InfeasibleBudgetError, PlanMismatchError
+from belady.graph.orders import orders_of
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Budget, Managed, Plan
 from belady.ir.residency import next_anchor
@@ -109,6 +111,41 @@ def test_a_movement_or_wait_left_out_is_noticed(
 ) -> None:
     monkeypatch.setattr(owner, name, mistake)
     assert damage(CNN, plain, 0, faults=False) != []
+
+
+# -- where there is no managed memory ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cpu_trains_as_long_as_everything_fits(policy: str) -> None:
+    training = Training(CNN)
+    with belady.virtualize(training.models, "1GiB", policy=policy) as vm:
+        training.run(plain, range(4))
+        run = vm.run()
+    assert run is not None
+    assert run.plan.moves_nothing
+    assert differences(expected(CNN, plain, "cpu", 4), training.outcome()) == []
+    with (
+        belady.virtualize(training.models, 4096, policy=policy),
+        pytest.raises(InfeasibleBudgetError) as refused,
+    ):
+        training.run(plain, [0])
+    assert "has no managed memory, which CUDA alone has" in refused.value.__notes__[0]
+
+
+@pytest.mark.parametrize("engine", ["graph", "inductor", "auto"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_graphs_refuse_managed_memory(policy: str, engine: str) -> None:
+    with pytest.raises(ValueError, match="moves values in managed memory, which engine="):
+        belady.virtualize(nn.Linear(2, 2), "1GiB", policy=policy, engine=engine)
+
+
+def test_a_managed_plan_for_graphs_is_refused() -> None:
+    trace = seen_of(CNN, plain).trace
+    plan = random_managed_plan(trace, 0, faults=False)
+    drawn: Any = SimpleNamespace(trace=trace, values=[])
+    with pytest.raises(PlanMismatchError, match="graphs move nothing in managed memory"):
+        orders_of(drawn, plan)
 
 
 # -- on a GPU ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from enum import IntEnum
 from belady.errors import PlanMismatchError
 from belady.graph.joint import Step
 from belady.graph.parts import Drawn, ops_of
-from belady.ir.plan import Encode, Offload, Plan, Recompute
+from belady.ir.plan import Encode, Managed, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Phase
 
@@ -57,7 +57,8 @@ def orders_of(drawn: Drawn, plan: Plan) -> list[Orders]:
     Raises
     ------
     PlanMismatchError
-        If the plan is for another trace, or makes a value again from what another call has.
+        If the plan is for another trace, moves a value in managed memory, or makes a value again
+        from what another call has.
     """
     trace = drawn.trace
     if plan.trace != trace.fingerprint:
@@ -65,6 +66,10 @@ def orders_of(drawn: Drawn, plan: Plan) -> list[Orders]:
     found = [(dict[int, int](), dict[int, tuple[Step, ...]]()) for _ in drawn.values]
     due: list[tuple[int, Act, int]] = []
     for value, decision in plan.decisions.items():
+        if isinstance(decision, Managed):
+            raise PlanMismatchError(
+                f"value {value}: graphs move nothing in managed memory; use engine='eager'"
+            )
         storages = _storages(drawn, value)
         if isinstance(decision, Recompute):
             for call, storage in storages.items():

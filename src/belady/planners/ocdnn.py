@@ -59,8 +59,8 @@ from belady.planners.ocdnn_blocks import Lengthened
 from belady.planners.spread import Bytes, alone, boundary_times, held_bytes, keep, slack_of
 from belady.simulate.engine import simulate
 
-# Policies whose plans only an engine with managed memory carries out.
-NAMES = ("ocdnn_naive", "ocdnn_opt")
+# Policies whose plans take an engine with managed memory.
+MANAGING = ("ocdnn_naive", "ocdnn_opt")
 
 # Memory for blocks beyond the least, in multiples of the largest value.
 _EXTRAS = (0.0, 2.0, 6.0)
@@ -94,11 +94,11 @@ class Ocdnn:
         if made is not None:
             return made
         if hardware.managed is None:
-            why = f"kept: machine {hardware.name!r} has no managed memory, which CUDA alone has"
+            why = f"machine {hardware.name!r} has no managed memory, which CUDA alone has"
             try:
-                return finish(case, replace(kept, kept=why))
+                return finish(case, kept)
             except InfeasibleBudgetError as error:
-                error.add_note(f"policy {self.name!r} moves nothing here; {why}")
+                error.add_note(f"policy {self.name!r} moves nothing here: {why}")
                 raise
         least = self._least(case, planner)
         # Blocks have memory of their own, so moving can take more of it than keeping.
@@ -123,12 +123,7 @@ class Ocdnn:
                 times = (move.copy_out_after + 1, move.free_at, move.copy_in_at, move.ready_by)
                 found[index] = _managed(times, faults=not self.prefetches)
         moved = {v: it for v, it in found.items() if trace.values[v].storage not in denied}
-        why = "moved: memory runs short, and what was used longest ago goes"
-        if self.prefetches:
-            why = "moved: the budget has no room for it meanwhile"
-        return Draft(
-            planner, "kept: the budget has room for it", dict.fromkeys(values, why), managed=moved
-        )
+        return _moving(Draft(planner, "kept: the budget has room for it"), moved)
 
     def _best(self, case: Case, least: Draft) -> Plan | None:
         """The fastest of some ways to share memory out between values that stay and blocks."""
@@ -139,7 +134,7 @@ class Ocdnn:
             times = boundary_times(case.trace, None)
             for _ in range(_ROUNDS):
                 spread = Lengthened(case, stay, times, int(extra * largest))
-                made = attempt(case, replace(least, managed=spread.moves))
+                made = attempt(case, _moving(least, spread.moves))
                 if made is None:
                     break
                 if best is None or made.predicted_seconds < best.predicted_seconds:
@@ -157,7 +152,7 @@ class Ocdnn:
             moves = _evictions(case, least, room)
             if moves is None:
                 return None
-            draft = replace(least, managed=moves)
+            draft = _moving(least, moves)
             made = attempt(case, draft)
             if made is not None:
                 return made
@@ -167,6 +162,14 @@ class Ocdnn:
 
 OCDNN_NAIVE = Ocdnn("ocdnn_naive", prefetches=False)
 OCDNN_OPT = Ocdnn("ocdnn_opt", prefetches=True)
+
+
+def _moving(draft: Draft, moves: Mapping[int, Managed]) -> Draft:
+    """The draft with these values moved and no others."""
+    late = "moved: memory runs short, and it is what was used longest ago"
+    wanted = "moved: the budget has no room for it meanwhile"
+    reasons = {value: late if move.faults else wanted for value, move in moves.items()}
+    return replace(draft, managed=moves, reasons=reasons)
 
 
 def _peak(case: Case, draft: Draft) -> int:
@@ -206,7 +209,7 @@ def _staying(case: Case, least: Draft, extra_bytes: int) -> dict[int, Managed]:
     for _ in range(_ROUNDS):
         stays = set(keep(windows, nbytes, np.maximum(free - room - extra_bytes, 0), 0.0))
         moves = {value: it for value, it in least.managed.items() if value not in stays}
-        room = _room_of(case, replace(least, managed=moves))
+        room = _room_of(case, _moving(least, moves))
     return moves
 
 
