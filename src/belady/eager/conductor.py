@@ -40,8 +40,10 @@ from belady.memory.carrier import Carrier
 from belady.memory.contents import Moved
 from belady.planners.moves import MIN_BYTES
 
-# Policies that may ask convolutions for less workspace.
+# Policies that may ask convolutions for less workspace, and the part of the budget from which on it
+# is worth asking.
 ASKING = frozenset({"auto", "vdnn_all", "vdnn_conv", "vdnn_dyn"})
+_MATTERS = 8
 # Kinds remembered; the oldest is forgotten (shapes that change without end).
 _KINDS = 64
 
@@ -225,7 +227,8 @@ class Conductor:
             trials = Trials(Learner(kind.varying), clock_for(device)) if learns else None
             observation = Observation(device, clock_for(device), self._modules, trials)
             if kind.stage is Stage.TIMED and self._asks_workspace():
-                observation.recorder.algorithms = Algorithms(device, clock_for(device))
+                least = self._policy.budget.device_bytes // _MATTERS
+                observation.recorder.algorithms = Algorithms(device, clock_for(device), least)
             return observation
         if kind.stage is Stage.SETTLING and device.type == "cpu":
             # A CPU has no allocator that counts: the peak is seen by watching storages.

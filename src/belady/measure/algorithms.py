@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ USUAL, LEAN = "usual", "lean"
 LITTLE = 64 * 2**20
 # By how much each try asks for less than the one before.
 _STEP = 8
+# A try makes cuDNN build one algorithm after another, which can take a second. After so many in one
+# iteration no other convolution is tried.
+_SECONDS = 3.0
 _FORWARD, _BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 # Position of the dilation among the arguments.
 _DILATION = {_FORWARD: 5, _BACKWARD: 6}
@@ -52,12 +56,22 @@ class Algorithms:
         Where the ops run.
     clock
         Brackets trials; one of its own.
+    least_bytes
+        Workspace from which on less would matter to the budget.
     limit
         Lets torch take so many bytes of the device and no more.
     """
 
-    def __init__(self, device: torch.device, clock: Clock, limit: Limit = allowance) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Clock,
+        least_bytes: int = LITTLE,
+        limit: Limit = allowance,
+    ) -> None:
         self._device = device
+        self._least_bytes = max(least_bytes, LITTLE)
+        self._spent = 0.0
         self._clock = clock
         self._limit = limit
         self._runs = 0
@@ -83,13 +97,17 @@ class Algorithms:
             return
         # PyTorch runs these without cuDNN as soon as they are to be deterministic.
         self._dilated |= any(step != 1 for step in args[_DILATION[name]])
-        if usual_bytes < LITTLE:
+        if usual_bytes < self._least_bytes:
             return
         key = _key(name, args)
         if key not in self._tried:
+            if self._spent > _SECONDS:
+                return
+            begun = perf_counter()
             tried = self._tried[key] = _Tried(usual_bytes)
             with beside():
                 self._settle(tried, partial(func, *args, **kwargs), _bytes_of(result))
+            self._spent += perf_counter() - begun
         self._ops[op] = self._tried[key]
 
     def found(self) -> dict[int, Algorithm]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from belady.ir.trace import Algorithm, Trace
+from belady.measure import algorithms
 from belady.measure.algorithms import LEAN, LITTLE, USUAL, Algorithms
 from belady.measure.clock import CpuClock
 from belady.measure.observe import undisturbed
@@ -78,7 +79,7 @@ def watched(model: nn.Module, x: Tensor, cudnn: Cudnn) -> tuple[Trace, Algorithm
     watch = Watch(model)
     cudnn.chosen = -1
     watch.recorder.clock = Clock(cudnn)
-    it = watch.recorder.algorithms = Algorithms(CPU, Clock(cudnn), cudnn.limit)
+    it = watch.recorder.algorithms = Algorithms(CPU, Clock(cudnn), limit=cudnn.limit)
     pseudo_loss(watch.call(model, x))
     return watch.finish(), it
 
@@ -132,6 +133,27 @@ def test_calls_of_the_same_shapes_are_tried_once(x: Tensor) -> None:
     assert sum(bool(op.algorithms) for op in trace.ops) == 6
 
 
+def test_what_would_not_matter_is_not_tried(x: Tensor) -> None:
+    cudnn = Cudnn((GIB, 0))
+    model = conv()
+    watch = Watch(model)
+    cudnn.chosen = -1
+    watch.recorder.clock = Clock(cudnn)
+    watch.recorder.algorithms = Algorithms(CPU, Clock(cudnn), 2 * GIB, cudnn.limit)
+    pseudo_loss(watch.call(model, x))
+    assert not any(op.algorithms for op in watch.finish().ops)
+    assert cudnn.limits == []
+
+
+def test_trials_end_when_they_have_taken_long(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(0, 100, 2))
+    monkeypatch.setattr(algorithms, "perf_counter", lambda: next(seconds))
+    model = nn.Sequential(*(conv(stride=stride) for stride in (1, 2, 3)))
+    trace, _ = watched(model, x, Cudnn((GIB, 0)))
+    tried = [bool(op.algorithms) for op in trace.ops if op.name == "aten.convolution.default"]
+    assert tried == [True, True, False]
+
+
 def test_dilated_convolutions_rule_all_out(x: Tensor) -> None:
     dilated = nn.Conv2d(2, 2, 3, padding=2, dilation=2)
     trace, _ = watched(nn.Sequential(conv(), dilated), x, Cudnn((GIB, 0)))
@@ -146,7 +168,7 @@ def test_trials_leave_results_alone(x: Tensor) -> None:
     watch = Watch(model)
     cudnn = Cudnn((GIB, 0), chosen=-1)
     watch.recorder.clock = Clock(cudnn)
-    watch.recorder.algorithms = Algorithms(CPU, Clock(cudnn), cudnn.limit)
+    watch.recorder.algorithms = Algorithms(CPU, Clock(cudnn), limit=cudnn.limit)
     watch.call(model, x).sum().backward()
     watch.finish()
     assert cudnn.limits
