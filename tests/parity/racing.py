@@ -64,7 +64,7 @@ class _Loose:
             return None
         return torch.empty(0, dtype=torch.uint8).set_(storage, *self._place)
 
-    def copy_(self, source: _Loose) -> None:
+    def copy_(self, source: _Loose, *, non_blocking: bool) -> None:
         target, found = self.tensor(), source.tensor()
         if target is None:
             self._lanes.overwritten += 1

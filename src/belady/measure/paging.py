@@ -56,7 +56,7 @@ class _Measuring:
         out: list[tuple[int, float]] = []
         back: list[tuple[int, float]] = []
         fault: list[tuple[int, float]] = []
-        self._move(sizes[-1], here=True, discard=True)
+        self._move(sizes[-1], here=True)
         self._move(sizes[-1], here=False)
         for size in sizes:
             seconds = [self._round(size) for _ in range(_ROUNDS)]
@@ -80,10 +80,10 @@ class _Measuring:
         self._move(size, here=False)
         return out, back, self._seconds(lambda: self._read(size))
 
-    def _move(self, size: int, *, here: bool, discard: bool = False) -> None:
+    def _move(self, size: int, *, here: bool) -> None:
         stream = current_stream(self._lanes.device)
         handle = 0 if stream is None else stream.cuda_stream
-        self._driver.prefetch(self._block.pointer, size, here=here, discard=discard, stream=handle)
+        self._driver.prefetch(self._block.pointer, size, here=here, discard=False, stream=handle)
 
     def _read(self, size: int) -> None:
         self._block.used = size

@@ -145,13 +145,13 @@ class ManagedPool:
         The source may be dropped as soon as this returns.
         """
         block, stream = lease.block, current_stream(self._lanes.device)
+        home = self._lanes.present()
         with self._lock:
             self._come(block)
-            before = (block.last, self._returned)
-        for fence in before:
-            if fence is not None:
-                self._lanes.wait(fence, self._lanes.present())
-        self._prefetch(block, stream.cuda_stream if stream else 0, here=True, discard=True)
+            before = [fence for fence in (home, block.last, self._returned) if fence is not None]
+        # On a lane: batched calls may refuse the legacy default stream, which this may be.
+        block.last = self._move(block, Lane.COPY_IN, before, discard=True)
+        self._lanes.wait(block.last, home)
         target = self._driver.tensor(lease)
         target.copy_(source)
         if stream is not None:
