@@ -141,7 +141,9 @@ class Iteration:
             raise RuntimeError("an iteration was finished that had not begun")
         sample = self._monitor.end(self._sample)
         sample.host_seconds = self._host_seconds - self._engine_seconds
-        sample.engine_seconds = self._engine.host_seconds if self._engine is not None else 0.0
+        if self._engine is not None:
+            sample.engine_seconds = self._engine.host_seconds
+            sample.replay_seconds = self._engine.replay_seconds
         trace = self.observation.finish(self.optimizer) if self.observation is not None else None
         return sample, trace
 

@@ -53,7 +53,7 @@ class Planned:
         The same, in the iteration under way.
     host_seconds
         What taking values over, copying them and bringing them back has cost the host in the
-        iteration under way.
+        iteration under way; ``replay_seconds`` of them for values that are made again.
     on_bring
         Called with a content whose bytes have just been asked back (for measuring).
     on_anchor
@@ -113,7 +113,7 @@ class Planned:
         self._ordinal = 0
         self._iteration += 1
         self.missed = 0
-        self.host_seconds = 0.0
+        self.host_seconds = self.replay_seconds = 0.0
 
     def enter_pass(self, index: int) -> None:
         """The saves that follow belong to pass ``index``."""
@@ -160,8 +160,8 @@ class Planned:
             demand_unchanged(tensor, version)
             return tensor
         self._reads_at(handle.read, handle.iteration)
-        tensor = handle.take()
-        return tensor
+        taken: torch.Tensor = handle.take()
+        return taken
 
     def _reads_at(self, boundary: int, iteration: int) -> None:
         # A graph of an earlier iteration may be read late: its boundaries say nothing of this one.
@@ -183,11 +183,7 @@ class Planned:
         if self.calls is not None and self.calls.strayed and type(entry.decision) is Recompute:
             self._default("the program calls something else, or with other numbers, than observed")
             return self._fallback(tensor)
-        managed = None
-        if entry.decision is not None:
-            begun = perf_counter()
-            managed = self._managed(tensor, entry)
-            self.host_seconds += perf_counter() - begun
+        managed = None if entry.decision is None else self._managed(tensor, entry)
         iteration = self._iteration
         handle = PlannedKept(tensor, entry.read, iteration) if managed is None else managed
         if entry.value in self._needed:
@@ -196,10 +192,14 @@ class Planned:
         return handle
 
     def _managed(self, tensor: torch.Tensor, entry: Entry) -> PlannedSaved | None:
+        begun = perf_counter()
         content = self._content(tensor, entry)
-        if content is None:
-            return None
-        return PlannedSaved(tensor, content, entry.read, self._iteration)
+        made = PlannedSaved(tensor, content, entry.read, self._iteration) if content else None
+        spent = perf_counter() - begun
+        self.host_seconds += spent
+        if type(content) is Recomputed:
+            self.replay_seconds += spent
+        return made
 
     def _default(self, reason: str) -> None:
         """The one safe default is to keep: count it."""

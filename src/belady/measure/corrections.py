@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from belady.ir.hardware import Allocator, HardwareProfile
+from belady.ir.hardware import Allocator, HardwareProfile, Link
 from belady.ir.plan import Offload, Plan, Recompute
 from belady.ir.timeline import Measured
 from belady.ir.trace import Op, Phase, Tier, Trace
@@ -44,23 +45,29 @@ def with_host_of(trace: Trace, samples: Sequence[Sample]) -> Trace | None:
 def with_issue_of(
     hardware: HardwareProfile, plan: Plan, samples: Sequence[Sample]
 ) -> HardwareProfile | None:
-    """The machine with what issuing a copy or a digest took under ``plan``; None if it agrees.
+    """The machine with what issuing a copy, or taking over a value that is made again, took.
 
-    The probe issues many small copies and nothing else. In an iteration the host takes a value over
-    first, its caches are full of other things, and copies under way take its memory's bandwidth.
+    None if it agrees. The probe issues many small copies and nothing else. In an iteration the host
+    takes a value over first, its caches are full of other things, and copies under way take its
+    memory's bandwidth.
     """
     if hardware.device == "cpu":
         return None
-    moved = sum(isinstance(decision, Offload) for decision in plan.decisions.values())
-    replayed = sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
-    spent = min(sample.engine_seconds for sample in samples)
-    if not spent or not moved + replayed:
+    kinds = Counter(type(decision) for decision in plan.decisions.values())
+    replay_s = min(sample.replay_seconds for sample in samples)
+    copy_s = min(sample.engine_seconds - sample.replay_seconds for sample in samples)
+    # A copy goes each way.
+    copy_s = copy_s / (2 * kinds[Offload]) if kinds[Offload] else 0.0
+    replay_s = replay_s / kinds[Recompute] if kinds[Recompute] else 0.0
+
+    def found(link: Link) -> float:
+        inside = link.source is link.target is Tier.DEVICE
+        return link.issue_s and max(link.issue_s, replay_s if inside else copy_s)
+
+    if all(link.issue_s >= _ISSUE_AGREES * found(link) for link in hardware.links):
         return None
-    issue_s = spent / (2 * moved + replayed)
-    if all(link.issue_s >= _ISSUE_AGREES * issue_s for link in hardware.links if link.issue_s):
-        return None
-    links = [replace(x, issue_s=x.issue_s and max(x.issue_s, issue_s)) for x in hardware.links]
-    return replace(hardware, links=tuple(links))
+    links = tuple(replace(link, issue_s=found(link)) for link in hardware.links)
+    return replace(hardware, links=links)
 
 
 def with_device_of(
@@ -94,20 +101,29 @@ def with_gap_of(
 ) -> Allocator | None:
     """The allocator with the margin that an iteration under ``plan`` showed; None if it agrees.
 
-    Where it had to flush its cache the margin was too small. Where it did not, what it reserved
+    Where it had to flush its cache the margin was too small: what it held could have stayed beside
+    the largest piece that was asked for. Where it did not, what it reserved
     beyond what was allocated is all that the blocks of this plan need, and a little more than that
     will do for the next one, which is worth trying where the plan loses time.
     """
-    fraction = allocator.margin_fraction
+    fraction, peak = allocator.margin_fraction, measured.peak(Tier.DEVICE)
     if measured.allocation_retries:
         wider = max(MARGIN_AT_LEAST, fraction * 1.5 + 0.02)
+        if peak and measured.reserved_bytes:
+            wider = max(wider, (measured.reserved_bytes + _largest_piece(trace)) / peak - 1)
         return replace(allocator, margin_fraction=wider)
-    peak = measured.peak(Tier.DEVICE)
     loses = plan.predicted_seconds > _LOSES * sum(op.device_seconds for op in trace.ops)
     if not peak or not measured.reserved_bytes or not loses:
         return None
     shown = max(MARGIN_AT_LEAST, 1.25 * (measured.reserved_bytes / peak - 1) + 0.02)
     return replace(allocator, margin_fraction=shown) if shown < _MARGIN_AGREES * fraction else None
+
+
+def _largest_piece(trace: Trace) -> int:
+    """Most bytes that are asked for at once."""
+    workspace = max((op.workspace_bytes for op in trace.ops), default=0)
+    moving = (storage.nbytes for storage in trace.storages if not storage.persistent)
+    return max(workspace, max(moving, default=0))
 
 
 def with_peak_of(plan: Plan, allocator: Allocator, measured: Measured) -> Allocator | None:

@@ -26,7 +26,8 @@ class Sample:
     """One iteration: device events or host times at its ends, and its counts at level 1.
 
     ``host_seconds`` is what the host spent inside the roots on the program's own account, and
-    ``engine_seconds`` what issuing the plan took it in all; 0 where nobody counts it.
+    ``engine_seconds`` what issuing the plan took it in all, ``replay_seconds`` of them to take over
+    what is made again; 0 where nobody counts it.
     """
 
     begun: torch.cuda.Event | float
@@ -38,6 +39,7 @@ class Sample:
     moved: tuple[Moved, ...] = ()
     host_seconds: float = 0.0
     engine_seconds: float = 0.0
+    replay_seconds: float = 0.0
     tape: Tape | None = None
 
     @property

@@ -213,10 +213,10 @@ class _Issuer:
                 after = (*after, self.compute)
             self._copy(value, lane, link, after)
 
-    def _issue(self, link: Link | None, value: int, share: float = 1.0) -> tuple[Task, ...]:
+    def _issue(self, link: Link | None, value: int) -> tuple[Task, ...]:
         """The host's part of a copy or a pass: what must have ended before it starts."""
         if link is not None and link.issue_s:
-            self.host = self._add(Task(Lane.HOST, share * link.issue_s, value=value))
+            self.host = self._add(Task(Lane.HOST, link.issue_s, value=value))
         return (self.host,) if self.host else ()
 
     def _copy(self, value: int, lane: Lane, link: Link, after: tuple[Task, ...]) -> Task:
@@ -242,7 +242,8 @@ class _Issuer:
     def _pass_over(self, value: int, boundary: int) -> None:
         """The device reads all bytes of a value, and writes those of an encoding.
 
-        Of a replay it does so in some iterations: their share of the seconds is in each.
+        Of a replay it does so in some iterations: their share of the seconds is in each. The host
+        takes the value over, and makes it again, in all of them.
         """
         decision = self.plan.decisions[value]
         nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
@@ -253,7 +254,7 @@ class _Issuer:
         share = compared_share(self.trace) if isinstance(decision, Recompute) else 1.0
         seconds = share * self.hardware.memory_seconds(nbytes)
         if seconds or isinstance(decision, Encode):
-            host = self._issue(self.hardware.link(Tier.DEVICE, Tier.DEVICE), value, share)
+            host = self._issue(self.hardware.link(Tier.DEVICE, Tier.DEVICE), value)
             task = Task(Lane.COMPUTE, seconds, host, op=boundary, value=value)
             self.compute = self._add(task)
 

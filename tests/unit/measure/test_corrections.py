@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from belady.ir.hardware import Allocator, Link
-from belady.ir.plan import Budget, Offload, Plan
+from belady.ir.plan import Budget, Offload, Plan, Recompute
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
 from belady.measure.corrections import (
@@ -54,6 +54,22 @@ def test_issuing_takes_what_it_took_under_the_plan():
     assert [link.issue_s for link in found.links] == [3.0, 3.0, 0.0]
 
 
+INSIDE = Link(Tier.DEVICE, Tier.DEVICE, ((1, 1.0),), 1.0, 0.0, "memory", issue_s=1.0)
+
+
+def test_what_replays_take_is_not_taken_for_the_copies():
+    plan = plan_of(TRACE, Recompute((1,), 3))
+    found = with_issue_of(
+        machine(OUT, BACK, INSIDE), plan, [replace(issuing(4.0), replay_seconds=4.0)]
+    )
+    assert found is not None
+    assert [link.issue_s for link in found.links] == [1.0, 2.0, 4.0]
+    # And the other way round.
+    found = with_issue_of(machine(OUT, BACK, INSIDE), PLAN, [issuing(6.0)])
+    assert found is not None
+    assert [link.issue_s for link in found.links] == [3.0, 3.0, 1.0]
+
+
 @pytest.mark.parametrize(("plan", "seconds"), [(PLAN, 2.0), (PLAN, 0.0), (plan_of(TRACE), 6.0)])
 def test_what_the_probe_found_stays_where_a_plan_says_no_more(plan: Plan, seconds: float):
     assert with_issue_of(machine(OUT, BACK), plan, [issuing(seconds)]) is None
@@ -72,6 +88,14 @@ def test_a_flushed_cache_widens_the_margin():
     found = with_gap_of(TRACE, PLAN, ALLOCATOR, measured(reserved=101, retries=1))
     assert found is not None
     assert found.margin_fraction == pytest.approx(0.32)
+
+
+def test_what_was_held_is_to_have_room_beside_the_largest_piece():
+    ops = (replace(TRACE.ops[0], workspace_bytes=40), *TRACE.ops[1:])
+    large = replace(TRACE, ops=ops)
+    found = with_gap_of(large, PLAN, ALLOCATOR, measured(reserved=101, retries=1))
+    assert found is not None
+    assert found.margin_fraction == pytest.approx(0.41)
 
 
 def test_a_plan_that_loses_time_is_tried_with_the_margin_that_its_blocks_need():
