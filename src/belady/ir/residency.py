@@ -161,11 +161,11 @@ def tier_curve(
 ) -> list[int]:
     """Bytes held in ``tier`` during each of ``length`` ops."""
     change = [0] * (length + 1)
-    for span in spans:
-        if span.tier is tier and span.start < span.end:
-            nbytes = allocator.held(span.nbytes) if allocator else span.nbytes
-            change[min(span.start, length)] += nbytes
-            change[min(span.end, length)] -= nbytes
+    for where, _, _, start, end, asked, _ in spans:
+        if where is tier and start < end:
+            nbytes = allocator.held(asked) if allocator else asked
+            change[min(start, length)] += nbytes
+            change[min(end, length)] -= nbytes
     return list(accumulate(change[:length]))
 
 
