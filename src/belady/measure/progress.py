@@ -174,7 +174,7 @@ class Progress:
         if self.trial is None:
             return trace, None
         measured = summarize(self.samples, self.peak_bytes, defaults)
-        self.trial = verified(self.trial, measured, self.samples)
+        self.trial = verified(self.trial, trace, measured, self.samples)
         self.tried.append(self.trial)
         self.stage = Stage.STEADY
         trace, better = verification.better(trace, self.tried, self.samples, *numerics)

@@ -18,6 +18,7 @@ from belady.measure.corrections import (
     with_gap_of,
     with_host_of,
     with_issue_of,
+    with_links_of,
     with_peak_of,
 )
 from belady.measure.monitor import Sample
@@ -65,9 +66,11 @@ class Trial:
         )
 
 
-def verified(trial: Trial, measured: Measured, samples: Sequence[Sample]) -> Trial:
+def verified(trial: Trial, trace: Trace, measured: Measured, samples: Sequence[Sample]) -> Trial:
     """The trial with what was measured, on the machine as it showed itself."""
     hardware = with_issue_of(trial.hardware, trial.plan, samples) or trial.hardware
+    trace = with_host_of(trace, samples) or trace
+    hardware = with_links_of(trace, trial.plan, hardware, samples) or hardware
     return replace(trial, hardware=hardware, measured=measured)
 
 

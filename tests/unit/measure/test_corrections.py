@@ -11,9 +11,11 @@ from belady.measure.corrections import (
     with_gap_of,
     with_host_of,
     with_issue_of,
+    with_links_of,
     with_peak_of,
 )
 from belady.measure.monitor import Sample
+from belady.simulate import simulate
 from tests.unit.simulate.cases import gpu, machine, plan_of, trace_of
 
 TRACE = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3)], host_s=1.0)
@@ -136,3 +138,29 @@ def test_kernels_take_no_longer_than_the_iteration_that_they_are_in():
 @pytest.mark.parametrize("seconds", [5.0, 4.0, 3.99, 0.5])
 def test_an_iteration_that_agrees_or_that_no_clock_explains_changes_nothing(seconds: float):
     assert with_device_of(TRACE_FAST, EVERYTHING_KEPT, gpu(), [timed(seconds)]) is None
+
+
+def test_links_that_were_measured_while_others_used_them_are_faster() -> None:
+    slow = replace(gpu(), links=tuple(_slower(link, 8) for link in gpu().links))
+    plan = plan_of(TRACE_FAST, Offload(Tier.HOST, 0, 1, 3, 3))
+    waits, truth = simulate(TRACE_FAST, slow, plan), simulate(TRACE_FAST, gpu(), plan)
+    assert waits.stall_seconds > 0.2 * waits.seconds
+    found = with_links_of(TRACE_FAST, plan, slow, [timed(truth.seconds), timed(99.0)])
+    assert found is not None
+    assert simulate(TRACE_FAST, found, plan).seconds <= truth.seconds
+    # No faster than it takes.
+    assert found.links[0].duplex_bytes_per_s <= gpu().links[0].duplex_bytes_per_s * 1.5
+
+
+def _slower(link: Link, times: float) -> Link:
+    curve = tuple((nbytes, rate / times) for nbytes, rate in link.curve)
+    return replace(link, curve=curve, duplex_bytes_per_s=link.duplex_bytes_per_s / times)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9, 1.2])
+def test_links_that_agree_or_are_not_waited_for_stay(share: float) -> None:
+    plan = plan_of(TRACE_FAST, Offload(Tier.HOST, 0, 1, 3, 3))
+    seconds = simulate(TRACE_FAST, gpu(), plan).seconds
+    assert with_links_of(TRACE_FAST, plan, gpu(), [timed(share * seconds)]) is None
+    # Where nothing waits for a copy, kernels are what was too slow.
+    assert with_links_of(TRACE_FAST, EVERYTHING_KEPT, gpu(), [timed(0.5 * seconds)]) is None

@@ -76,5 +76,5 @@ def test_who_planned_for_too_little_room_is_asked_again(monkeypatch: pytest.Monk
     trial = verification.first(TRACE)
     peaks = (TierPeak(Tier.DEVICE, PEAK),)
     measured = Measured(1, 9.0, (9.0,), peaks, PEAK, allocation_retries=3)
-    verification.better(TRACE, [verified(trial, measured, [SAMPLE])], [SAMPLE])
+    verification.better(TRACE, [verified(trial, TRACE, measured, [SAMPLE])], [SAMPLE])
     assert asked == ["auto", "lifetime", "lifetime"]
