@@ -52,32 +52,64 @@ def table(found: list[Record]) -> str:
     if not found:
         return "No records yet.\n"
     machines = sorted({f"{record['device_name']}, torch {record['torch']}" for record in found})
-    rows = [_row(record) for record in found]
-    head = "| what | how | ms for a GiB, or ms | shortcut | workspace MiB | same bits |\n"
+    rows = [_row(record) for record in found if record["what"] != "convolution"]
+    head = "| what | how | ms for a GiB | shortcut | same bits |\n"
     lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return f"Measured on: {'; '.join(machines)}.\n\n{head}{'|---' * 6}|\n{lines}"
+    parts = [f"Measured on: {'; '.join(machines)}.\n", f"{head}{'|---' * 5}|\n{lines}"]
+    convolutions = [record for record in found if record["what"] == "convolution"]
+    if convolutions:
+        parts.append(_convolutions(convolutions))
+    return "\n".join(parts)
 
 
 def _row(record: Record) -> list[str]:
-    how = [str(record[name]) for name in ("way", "op", "precision", "setting") if name in record]
+    names = ("way", "op", "precision" if "precision" in record else "dtype")
+    how = [str(record[name]) for name in names if name in record]
     if record.get("channels_last"):
         how.append("channels_last")
-    if record.get("cap_mib") is not None:
-        how.append(f"CUDNN_CONV_WSCAP_DBG={record['cap_mib']}")
-    if record.get("limit_mib") is not None:
-        how.append(f"limit of {record['limit_mib']} MiB")
-    if "error" in record:
-        how.append(record["error"])
-    workspace = record.get("workspace_bytes")
     same = [record[name] for name in ("same_bits", "shortcut_same_bits") if name in record]
     return [
         record["what"],
         ", ".join(how),
         _ms(record.get("s_per_gib", record.get("s"))),
         _ms(record.get("shortcut_s_per_gib")),
-        "" if workspace is None else f"{workspace / 2**20:.1f}",
         "" if not same else "yes" if all(same) else "NO",
     ]
+
+
+def _convolutions(found: list[Record]) -> str:
+    """A row for each convolution and a column for each setting: milliseconds, MiB of workspace."""
+    rows: dict[str, dict[str, str]] = {}
+    for record in found:
+        setting = _setting(record)
+        if setting:
+            layout = "channels_last" if record.get("channels_last") else "NCHW"
+            name = f"{record['way']}, {record.get('precision', '')}, {layout}"
+            rows.setdefault(name, {})[setting] = _cell(record)
+    settings = list(dict.fromkeys(setting for cells in rows.values() for setting in cells))
+    lines = [
+        f"| {' | '.join([name, *(cells.get(setting, '') for setting in settings)])} |\n"
+        for name, cells in rows.items()
+    ]
+    head = f"| ms, MiB of workspace | {' | '.join(settings)} |\n{'|---' * (len(settings) + 1)}|\n"
+    return head + "".join(lines)
+
+
+def _setting(record: Record) -> str:
+    """What was set; empty for what the other columns show as well."""
+    name = str(record["setting"])
+    if name in ("before a limit", "limit lifted"):
+        return ""
+    if record.get("cap_mib") is not None:
+        return f"{name}, CUDNN_CONV_WSCAP_DBG={record['cap_mib']}"
+    limit = record.get("limit_mib")
+    return name if limit is None else f"limit of {limit} MiB" if name == "limited" else name
+
+
+def _cell(record: Record) -> str:
+    if "error" in record:
+        return str(record["error"])
+    return f"{record['s'] * 1e3:.1f}, {record['workspace_bytes'] / 2**20:.0f}"
 
 
 def _ms(seconds: float | None) -> str:

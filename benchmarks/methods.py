@@ -201,8 +201,9 @@ def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
         def facts() -> Record:
             # Recorded after all that is timed: what each copy took.
             vm.record()
+            begun = time.perf_counter()
             session.iterate(1)
-            return _of_run(vm, policy)
+            return _of_run(vm, policy) | {"recorded_seconds": time.perf_counter() - begun}
 
         session = Session(work, Applied(work.model), settled, facts)
         yield session

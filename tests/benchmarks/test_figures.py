@@ -48,3 +48,19 @@ def test_an_absent_peer_is_in_the_table() -> None:
     ((title, of),) = compared(found)
     assert title == "resnet50, bf16"
     assert "absent: not installed: trl" in table(of)
+
+
+def test_what_measuring_costs_is_told_of_cases_that_ran_undisturbed() -> None:
+    case = {"workload": "resnet50", "precision": "bf16", "method": "belady:auto", "budget": "50%"}
+    took = {"moved_values": 3, "pipelined_seconds": 0.1, "verified_seconds": [0.101, 0.103]}
+    found = [
+        {**case, **took, "recorded_seconds": 0.11},
+        {**case, **took, "workload": "vit", "verified_seconds": [0.1]},
+        {**case, **took, "allocation_retries": 2, "verified_seconds": [9.0]},
+        {**case, "method": "plain", "pipelined_seconds": 0.1},
+    ]
+    told = tables.levels(found)
+    assert "+1.0% (median of all 2 cases" in told
+    assert "| belady:auto | 50% | 3 | 100.0 | 102.0 | +2.0% | 110.0 |" in told
+    assert told.count("belady:auto") == 1
+    assert tables.levels([]) == "No records yet.\n"
