@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import tables
 from benchmarks.comparison import compared, table
 
 
