@@ -38,6 +38,10 @@ class Watch(Protocol):
         """Tensors came back, or were made again."""
         ...
 
+    def attempt(self, run: Callable[[], Any], wanted: Any) -> None:
+        """There is ``run``, perhaps a cheaper way to ``wanted``, which the last op has made."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

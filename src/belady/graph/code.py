@@ -11,17 +11,16 @@ from typing import Any
 from torch import fx
 
 from belady.graph.doors import kernel_of
-from belady.graph.joint import Step
+from belady.graph.joint import Joint, Step
 
 _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A call of a step or of ``function`` in its place, and the names of its nodes."""
+    """A call of a step, and the names of its nodes."""
 
     step: Step
-    function: Any
     names: Mapping[fx.Node, str]
 
 
@@ -70,21 +69,23 @@ class Code:
             self.constants[name] = value
         return name
 
-    def step(self, step: Step, names: Mapping[fx.Node, str], function: Any = None) -> None:
-        """Append a call of a step, or of ``function`` in its place.
+    def call(self, step: Step, names: Mapping[fx.Node, str]) -> str:
+        """The text of a call of a step."""
+        node = step.node
+        args = [self._argument(arg, names) for arg in node.args]
+        args += [f"{key}={self._argument(arg, names)}" for key, arg in node.kwargs.items()]
+        return f"{self.constant(kernel_of(node.target), 'f')}({', '.join(args)})"
+
+    def step(self, step: Step, names: Mapping[fx.Node, str]) -> None:
+        """Append a call of a step.
 
         Parameters
         ----------
         names
             Of the nodes that it reads and makes.
         """
-        node = step.node
-        reads = [name for name in (names[it] for it in step.inputs) if name != "None"]
-        args = [self._argument(arg, names) for arg in node.args]
-        args += [f"{key}={self._argument(arg, names)}" for key, arg in node.kwargs.items()]
-        call = f"{self.constant(function or kernel_of(node.target), 'f')}({', '.join(args)})"
-        known = {it: names[it] for it in (*step.inputs, *step.made)}
-        called = Called(step, function or node.target, known)
+        call, reads = self.call(step, names), [names[it] for it in step.inputs]
+        called = Called(step, {it: names[it] for it in (*step.inputs, *step.made)})
         if step.several:
             binds = [
                 f"_unused{place}" if it is None else names[it]
@@ -93,7 +94,8 @@ class Code:
             targets = "".join(f"{name}, " for name in binds)
             self.add(f"{targets}= {call}" if binds else call, reads, binds, called)
         else:
-            self.add(f"{names[node]} = {call}", reads, [names[node]], called)
+            (made,) = (names[it] for it in step.made)
+            self.add(f"{made} = {call}", reads, [made], called)
 
     def function(self, head: str) -> Callable[..., Any]:
         """Compile ``def {head}`` with these lines; a name is dropped after its last use."""
@@ -132,3 +134,14 @@ class Code:
         if plain or (type(arg) is float and math.isfinite(arg)):
             return repr(arg)
         return self.constant(arg)
+
+
+class NodeNames(dict[fx.Node, str]):
+    """What nodes are called in code; constants are global names."""
+
+    def __init__(self, joint: Joint, code: Code) -> None:
+        super().__init__({n: code.constant(value) for n, value in joint.constants.items()})
+
+    def __missing__(self, node: fx.Node) -> str:
+        self[node] = name = f"v_{node.name}"
+        return name

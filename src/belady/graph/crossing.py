@@ -10,7 +10,7 @@ from torch import fx
 
 from belady.graph.doors import fake_value
 from belady.graph.parts import Part
-from belady.ir.trace import Op, Save, StorageKind, Use
+from belady.ir.trace import PERSISTENT, Op, Save, Storage, StorageKind, Tier, Use
 
 
 @dataclass
@@ -35,6 +35,14 @@ class Bytes:
     def use(self, boundary: int) -> None:
         """It is held until ``boundary`` at least."""
         self.end = max(self.end, boundary)
+
+    def closed(self, device: str, end: int) -> Storage:
+        """What it came to, in an iteration of ``end`` ops."""
+        released = end if self.open else self.end
+        # Autograd may hold it for longer than anybody else.
+        death = max(released, self.saved_until)
+        home = Tier.DEVICE if self.kind in PERSISTENT else None
+        return Storage(device, self.nbytes, self.kind, self.birth, released, death, home)
 
 
 @dataclass

@@ -108,8 +108,12 @@ class Joint:
 
     @cached_property
     def crossing(self) -> tuple[fx.Node, ...]:
-        """What backward reads of forward, in the order in which forward makes it."""
-        made = [*self.primals, *(node for step in self.forward for node in step.made)]
+        """What backward reads of forward, in the order in which forward makes it.
+
+        Of one step the first result comes last, since it may be made again from the others: a norm
+        from the statistics that it gives beside.
+        """
+        made = [*self.primals, *(node for step in self.forward for node in reversed(step.made))]
         read = {node for step in self.backward for node in step.inputs}
         read.update(node for node in self.backward_outputs if isinstance(node, fx.Node))
         return tuple(node for node in made if node in read)

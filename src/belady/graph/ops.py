@@ -19,6 +19,7 @@ _COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor", "_c10d_functional_autogr
 # so is every op of others.
 _WORDS = (
     "convolution addmm mm bmm baddbmm mv dot embedding _native_batch_norm_legit_functional "
+    "_native_batch_norm_legit.no_stats "
     "mean.default mean.dim sum.default sum.dim_IntList var_mean.correction var.correction amax "
     "amin max.dim min.dim argmax logsumexp linalg_vector_norm any.default any.dim any.dims "
     "all.default eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor "
@@ -54,8 +55,6 @@ def communicates(step: Step) -> bool:
 def is_repeatable(step: Step) -> bool:
     """Whether it gives the same bits again and touches nothing else."""
     name = name_of(step)
-    if name == "aten.convolution.default" and torch.backends.cudnn.benchmark:
-        return False  # the fastest algorithm can be another one next time
     return (
         name in _REPEATABLE
         and not is_random(step)

@@ -10,6 +10,7 @@ from enum import IntEnum
 from belady.errors import PlanMismatchError
 from belady.graph.joint import Step
 from belady.graph.parts import Drawn, ops_of
+from belady.graph.replays import again, shortcut_of
 from belady.ir.plan import Encode, Managed, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Phase
@@ -36,7 +37,7 @@ class Orders:
     held
         Storages whose bytes are moved or encoded, and the number of the value in the trace.
     replayed
-        Storages that are made again, and the ops that do it, in order.
+        Storages that are made again, and the steps that do it, in order, as they run again.
     forward, backward
         What is done at a boundary of that part: before op ``i`` of it, or at its end. The values
         are numbers of the trace, also those of other calls.
@@ -106,10 +107,15 @@ def _storages(drawn: Drawn, value: int) -> dict[int, int]:
 
 def _steps(drawn: Drawn, call: int, decision: Recompute) -> tuple[Step, ...]:
     part = _parts_of(drawn, forward=True)[call]
-    ops, start = ops_of(drawn.parts[part]), drawn.starts[part]
-    if not all(0 <= op - start < len(ops) for op in decision.ops):
+    steps, start = ops_of(drawn.parts[part]), drawn.starts[part]
+    if not all(0 <= op - start < len(steps) for op in decision.ops):
         raise PlanMismatchError(f"ops {decision.ops} are not all of graph call {call}")
-    return tuple(ops[op - start] for op in decision.ops)
+    joint, ops = drawn.parts[part].joint, drawn.trace.ops
+    return tuple(
+        (shortcut_of(joint, steps[op - start]) if ops[op].shortcut else None)
+        or again(steps[op - start])
+        for op in decision.ops
+    )
 
 
 def _parts_of(drawn: Drawn, *, forward: bool) -> dict[int, int]:

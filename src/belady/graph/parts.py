@@ -36,6 +36,9 @@ class Part:
         Of each op; empty where nothing was run.
     overwritten
         Names of the inputs that were written to between this part and the backward of its call.
+    shortcuts
+        Device seconds of a cheaper way to the same bits, `belady.graph.replays.shortcut_of`, by the
+        number of the op in the part.
     outside_bytes
         Most bytes that others held in addition after this part, before the next one began.
     outside_seconds
@@ -52,6 +55,7 @@ class Part:
     results: list[int | None] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
     overwritten: set[int] = field(default_factory=set)
+    shortcuts: dict[int, float] = field(default_factory=dict)
     outside_bytes: int = 0
     outside_seconds: float = 0.0
 

@@ -20,6 +20,7 @@ from belady.ir.plan import Plan
 from belady.measure.stages import Policy, Stage
 from belady.measure.verification import Trial, Verification
 from belady.memory.carrier import Carrier
+from belady.planners import POLICIES
 from belady.planners import plan as make_plan
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class Planning:
         """What a user should know of plans and kernels, one sentence each."""
         compiling = [] if self._inductor is None else self._inductor.notes
         return [*self.bits.notes, *self._verification.notes, *compiling]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the policy makes values again."""
+        return POLICIES[self._policy.name].recomputes
 
     @property
     def _numerics(self) -> tuple[str, ...]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from belady.graph.code import Code
+from belady.graph.code import Code, NodeNames
 from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 from belady.graph.orders import AS_SAVED, Act, Orders
-from belady.graph.replays import Replay, function_again, replays_of, running_statistics
+from belady.graph.replays import Replay, replays_of, shortcut_of
 from belady.graph.segments import Fuse, fused
 from belady.memory.geometry import Geometry
 
@@ -104,6 +104,8 @@ class _Writer:
         for step in self.joint.forward:
             if self._layout.is_op(step):
                 part.op(step)
+                if self.watched:
+                    part.attempt(step)
                 self._hold(part, step.made)
         part.act()
         outputs = [part.result(node) for node in self.joint.forward_outputs]
@@ -198,17 +200,6 @@ class _Writer:
             part.defined.add(shown)
 
 
-class _Names(dict[fx.Node, str]):
-    """What nodes are called in code; constants are global names."""
-
-    def __init__(self, joint: Joint, code: Code) -> None:
-        super().__init__({n: code.constant(value) for n, value in joint.constants.items()})
-
-    def __missing__(self, node: fx.Node) -> str:
-        self[node] = name = f"v_{node.name}"
-        return name
-
-
 class _Part:
     """One of the two functions in the making."""
 
@@ -219,7 +210,7 @@ class _Part:
         recoverable: set[fx.Node],
     ) -> None:
         self.code = Code()
-        self.names = _Names(writer.joint, self.code)
+        self.names = NodeNames(writer.joint, self.code)
         self.defined: set[fx.Node] = set(writer.joint.constants)
         self.begun: set[int] = set()
         self._writer = writer
@@ -259,6 +250,15 @@ class _Part:
             held = [*shown, *(self.names[node] for node in step.inputs)]
             self.code.add(f"watch.stop(({''.join(name + ', ' for name in shown)}))", held)
 
+    def attempt(self, step: Step) -> None:
+        """Have a cheaper way to the result of an op tried."""
+        short = shortcut_of(self._writer.joint, step)
+        if short is not None:
+            (made,) = (self.names[node] for node in short.made)
+            reads = [self.names[node] for node in short.inputs]
+            call = self.code.call(short, self.names)
+            self.code.add(f"watch.attempt(lambda: {call}, {made})", [*reads, made])
+
     def demand(self, node: fx.Node) -> str:
         """Have a node defined; what only shows bytes is made where it is first needed. Its name."""
         if node in self.defined:
@@ -281,11 +281,10 @@ class _Part:
         names = {node: self.names[node] for node in self._writer.joint.constants}
         names |= {node: self.demand(node) for node in replay.sources}
         for step in replay.steps:
-            names |= dict.fromkeys(running_statistics(step), "None")
             for node in step.made:
                 target = node in replay.targets
                 names[node] = self.names[node] if target else f"again{replay.storage}_{node.name}"
-            self.code.step(step, names, function_again(step))
+            self.code.step(step, names)
             if self._writer.watched:
                 shown = [names[node] for node in step.made]
                 self.code.add(f"watch.seen(({''.join(name + ', ' for name in shown)}))", shown)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,17 @@ from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 
 _aten = torch.ops.aten
+_NORM = _aten._native_batch_norm_legit.no_stats
 _FUNCTIONAL_NORM = _aten._native_batch_norm_legit_functional.default
-# The norms over a batch: they need no running statistics, and must not update them again.
-_BATCH_NORMS = frozenset(
+# The norms over a batch that also update running statistics. They do not need these while they
+# train, and must not update them again.
+_UPDATING = frozenset(
     {_FUNCTIONAL_NORM, _aten.native_batch_norm.default, _aten.cudnn_batch_norm.default}
 )
-_RUNNING, _TRAINING = (3, 4), 5
+# Takes an input, weight, bias, the mean and the inverse deviation, and epsilon; not on a CPU.
+FROM_STATISTICS = _aten.batch_norm_elemt.default
+# Positions of arguments.
+_RUNNING, _TRAINING = 3, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class Replay:
 def replays_of(
     joint: Joint, layout: Layout, orders: Mapping[int, Iterable[Step]]
 ) -> dict[int, Replay]:
-    """The replay of each storage in ``orders``, which runs as many of its ops as it needs.
+    """The replay of each storage in ``orders``, which runs as many of its steps as it needs.
 
     One that starts from a storage that is made again itself makes that one do so in time.
     """
@@ -86,7 +91,7 @@ def _replay_of(
             if node not in joint.constants:
                 sources[node] = None
         elif step not in steps:
-            for source in inputs_again(step):
+            for source in step.inputs:
                 visit(source)
             steps[step] = None
 
@@ -95,29 +100,50 @@ def _replay_of(
     return Replay(storage, tuple(steps), tuple(sources), tuple(targets))
 
 
-def inputs_again(step: Step) -> list[fx.Node]:
-    """What a step reads when it runs again."""
-    left_out = running_statistics(step)
-    return [node for node in step.inputs if node not in left_out]
+def again(step: Step) -> Step:
+    """The step as it runs again: a batch norm without its running statistics."""
+    target, args = step.node.target, step.node.args
+    if target is _NORM or not _is_training_norm(step):
+        return step
+    operands, numbers = args[:_RUNNING], args[_TRAINING:]
+    if target is _FUNCTIONAL_NORM:
+        return _instead(step, norm_again, (*operands, *numbers), step.outputs, several=True)
+    return _instead(step, target, (*operands, None, None, *numbers), step.outputs, several=True)
 
 
-def running_statistics(step: Step) -> list[fx.Node]:
-    """Inputs that a step gets None for when it runs again: a batch norm that is training."""
-    node = step.node
-    if node.target not in _BATCH_NORMS or not node.args[_TRAINING]:
-        return []
-    return [it for it in (node.args[place] for place in _RUNNING) if isinstance(it, fx.Node)]
+def norm_again(x: Any, weight: Any, bias: Any, training: bool, *rest: float) -> tuple[Any, ...]:
+    """A batch norm that trains, and no next running statistics: its backward reads none."""
+    return (*_NORM(x, weight, bias, training, *rest), None, None)
 
 
-def function_again(step: Step) -> Callable[..., Any] | None:
-    """What to call in place of a step that runs again; None for the step itself."""
-    if step.node.target is _FUNCTIONAL_NORM and running_statistics(step):
-        return _norm_again
-    return None
+def shortcut_of(joint: Joint, step: Step) -> Step | None:
+    """A cheaper step to the first result of another; whether to the same bits is to be tried.
+
+    A norm over the batch saves its statistics. With them the second of its two kernels is enough.
+    None for any other op, and where backward does not have the statistics.
+    """
+    if not _is_training_norm(step):
+        return None
+    args = step.node.args
+    result, *statistics = step.outputs[:3]
+    if result is None or not set(statistics).issubset(joint.crossing):
+        return None
+    short = (*args[:_RUNNING], *statistics, args[-1])
+    return _instead(step, FROM_STATISTICS, short, (result,), several=False)
 
 
-def _norm_again(
-    x: Any, weight: Any, bias: Any, _mean: None, _variance: None, training: bool, *rest: float
-) -> tuple[Any, ...]:
-    again = _aten._native_batch_norm_legit.no_stats(x, weight, bias, training, *rest)
-    return (*again, None, None)
+def _is_training_norm(step: Step) -> bool:
+    target, args = step.node.target, step.node.args
+    if target is _NORM:
+        return bool(args[_RUNNING])
+    return target in _UPDATING and bool(args[_TRAINING])
+
+
+def _instead(
+    step: Step, target: Any, args: tuple[Any, ...], outputs: tuple[Any, ...], *, several: bool
+) -> Step:
+    """A step that stands in no graph."""
+    node = fx.Node(step.node.graph, step.node.name, "call_function", target, args, {})
+    for source in node.all_input_nodes:
+        del source.users[node]
+    return Step(node, outputs, several)

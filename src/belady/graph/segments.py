@@ -12,7 +12,9 @@ from torch import fx
 from belady.graph import ops
 from belady.graph.code import Called, Code, Line
 from belady.graph.doors import fake_value
+from belady.graph.joint import Step
 from belady.graph.layout import Layout
+from belady.graph.replays import FROM_STATISTICS, norm_again
 
 # Makes one callable of a graph and of its inputs as tensors without bytes; None: it cannot.
 Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[Any]] | None]
@@ -55,12 +57,20 @@ def _fits(called: Called | None, layout: Layout) -> bool:
     step = called.step
     known = {node.op for node in step.inputs}
     return (
-        isinstance(step.node.target, torch._ops.OpOverload)
-        and step.node.target.namespace == "aten"
+        (step.node.target is norm_again or _is_plain(step, layout))
         and "get_attr" not in known
+        and all(layout.is_here(node) for node in (*step.inputs, *step.made))
+    )
+
+
+def _is_plain(step: Step, layout: Layout) -> bool:
+    target = step.node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "aten"
+        and target is not FROM_STATISTICS  # it has no form without bytes
         and not ops.is_random(step)
         and not layout.writes_to(step)
-        and all(layout.is_here(node) for node in (*step.inputs, *step.made))
     )
 
 
@@ -118,7 +128,7 @@ def _graph_of(
         assert line.called is not None
         for node in line.called.step.inputs:
             name = line.called.names[node]
-            if name != "None" and name not in bound and name not in taken:
+            if name not in bound and name not in taken:
                 taken[name] = fake_value(node)
                 known[name] = graph.placeholder(name)
                 known[name].meta["val"] = taken[name]
@@ -132,16 +142,18 @@ def _graph_of(
 
 def _call(graph: fx.Graph, called: Called, known: dict[str, fx.Node]) -> None:
     step, names = called.step, called.names
+    target: Any = step.node.target
 
-    def read(node: fx.Node) -> Any:
-        return None if names[node] == "None" else known[names[node]]
+    def read(node: fx.Node) -> fx.Node:
+        return known[names[node]]
 
     args = fx.map_arg(step.node.args, read)
     kwargs = fx.map_arg(step.node.kwargs, read)
-    made = graph.call_function(called.function, args, kwargs)
+    made = graph.call_function(target, args, kwargs)
     if not step.several:
-        made.meta["val"] = fake_value(step.node)
-        known[names[step.node]] = made
+        (result,) = step.made
+        made.meta["val"] = fake_value(result)
+        known[names[result]] = made
         return
     for place, node in enumerate(step.outputs):
         if node is not None:

@@ -243,7 +243,9 @@ class Session:
 
     def _begin(self, graph: Captured) -> Iteration:
         kind = self._kinds.setdefault(graph, Kind())
-        watched = Watched.begin(self._modules, self.device) if kind.watched else None
+        watched, tries = None, self._planning.recomputes
+        if kind.watched:
+            watched = Watched.begin(self._modules, self.device, tries=tries)
         force = kind.force
         counted = None
         if kind.counting is not None:

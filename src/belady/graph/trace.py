@@ -13,16 +13,16 @@ from belady.graph import ops as facts
 from belady.graph.crossing import Bytes, Call, Content, crossings, nodes_in, save_of
 from belady.graph.joint import Step
 from belady.graph.parts import Drawn, Part, Timing
-from belady.graph.replays import inputs_again, running_statistics
+from belady.graph.replays import again, shortcut_of
 from belady.ir.trace import (
     PERSISTENT,
     Mode,
     Op,
     Phase,
+    Replay,
     Source,
     Storage,
     StorageKind,
-    Tier,
     Trace,
     Use,
     Value,
@@ -121,7 +121,7 @@ class _Drawing:
     def finish(self, parts: Sequence[Part], unseen_bytes: int) -> Drawn:
         """Close what is open."""
         end = len(self._ops)
-        storages = [self._storage(it, end) for it in self._bytes]
+        storages = [it.closed(str(self._device), end) for it in self._bytes]
         if unseen_bytes > 0:
             other = StorageKind.OTHER
             storages.append(Storage(str(self._device), unseen_bytes, other, 0, end, end))
@@ -181,17 +181,17 @@ class _Drawing:
             if not layout.is_op(step):
                 continue
             index = len(self._ops)
-            again = {layout.storage_of.get(node) for node in inputs_again(step)}
             repeatable = (
                 part.forward
                 and facts.is_repeatable(step)
                 # What changes in between would give something else.
-                and overwritten.isdisjoint(again)
+                and overwritten.isdisjoint(layout.reads(again(step)))
             )
             op = self._op(call, part, step, next(timings, Timing()))
             if part.forward:
                 call.by_sequence.setdefault(facts.sequence_of(step), index)
-            self._ops.append(replace(op, replayable=repeatable))
+            short = self._shortcut(call, part, step)
+            self._ops.append(replace(op, replayable=repeatable, shortcut=short))
 
     def _op(self, call: Call, part: Part, step: Step, timing: Timing) -> Op:
         index = len(self._ops)
@@ -215,14 +215,24 @@ class _Drawing:
             forward_op=forward_op,
         )
 
+    def _shortcut(self, call: Call, part: Part, step: Step) -> Replay | None:
+        seconds = part.shortcuts.get(len(self._ops) - self._starts[-1])
+        short = None if seconds is None else shortcut_of(part.joint, step)
+        if seconds is None or short is None:
+            return None
+
+        def values(storages: Sequence[int]) -> tuple[int, ...]:
+            return tuple(self._latest[call.storages[storage]] for storage in storages)
+
+        return Replay(seconds, values(part.layout.reads(short)), values(part.layout.makes(short)))
+
     def _reads(self, call: Call, part: Part, step: Step, index: int) -> tuple[int, ...]:
-        left_out = {part.layout.storage_of.get(node) for node in running_statistics(step)}
-        reads = []
+        needed, reads = part.layout.reads(again(step)), []
         for storage in part.layout.reads(step):
             held = call.storages[storage]
             if call.turned is None or self._bytes[held].birth >= call.turned:
                 self._bytes[held].use(index + 1)
-            if storage not in left_out:
+            if storage in needed:
                 reads.append(self._latest[held])
                 self._contents[reads[-1]].uses.append(Use(index))
         return tuple(reads)
@@ -288,10 +298,3 @@ class _Drawing:
                 held = self._bytes[call.storages[storage]]
                 if held.kind not in PERSISTENT:
                     held.end, held.open = len(self._ops), False
-
-    def _storage(self, held: Bytes, end: int) -> Storage:
-        released = end if held.open else held.end
-        # Autograd may hold it for longer than anybody else.
-        death = max(released, held.saved_until)
-        home = Tier.DEVICE if held.kind in PERSISTENT else None
-        return Storage(str(self._device), held.nbytes, held.kind, held.birth, released, death, home)

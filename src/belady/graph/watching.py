@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -18,6 +18,7 @@ from belady.graph.parts import Part, Timing, ops_of
 from belady.ir.hardware import Allocator
 from belady.ir.trace import StorageKind
 from belady.measure.clock import clock_for
+from belady.measure.recipes import reaches
 
 
 class Names:
@@ -89,12 +90,15 @@ class Watched:
         Calls that have had no backward, and the part before which their state was gone.
     surprises
         Ops whose results lay on other bytes, or on more or fewer, than they were traced with.
+    tries
+        Whether cheaper ways to results are tried, which takes memory.
     """
 
     device: torch.device
     names: Names
     lasting: Lasting
     allocated_bytes: int
+    tries: bool = False
     parts: list[Part] = field(default_factory=list)
     released: dict[int, int] = field(default_factory=dict)
     thrown_away: dict[int, int] = field(default_factory=dict)
@@ -109,16 +113,19 @@ class Watched:
     _inputs: dict[int, list[tuple[int, torch.Tensor, int]]] = field(default_factory=dict)
     _begun: float = 0.0
     _held_at_end: int = 0
+    _trials: list[tuple[Part, int] | None] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, modules: Iterable[torch.nn.Module], device: torch.device) -> Watched:
+    def begin(
+        cls, modules: Iterable[torch.nn.Module], device: torch.device, *, tries: bool
+    ) -> Watched:
         """An iteration begins."""
         names = Names()
         allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        return cls(device, names, Lasting.of(modules, names, device), allocated)
+        return cls(device, names, Lasting.of(modules, names, device), allocated, tries)
 
     def __post_init__(self) -> None:
-        self._clock = clock_for(self.device)
+        self._clock, self._trial_clock = clock_for(self.device), clock_for(self.device)
 
     def start(self) -> None:
         """An op follows."""
@@ -146,6 +153,13 @@ class Watched:
 
     def seen(self, made: tuple[Any, ...]) -> None:
         """Tensors came back, or were made again: nothing that a trace would tell."""
+
+    def attempt(self, run: Callable[[], torch.Tensor], wanted: torch.Tensor) -> None:
+        """Try ``run`` as a way to the bits of ``wanted``, which the last op has made."""
+        if self.tries and wanted.device == self.device:
+            op = self.parts[-1], len(self._host) - 1 - self._firsts[-1]
+            same = reaches(lambda: (run(),), (wanted,), self._trial_clock)
+            self._trials.append(op if same else None)
 
     def enter(self, part: Part, args: Sequence[Any]) -> None:
         """A part begins."""
@@ -200,6 +214,9 @@ class Watched:
         ends = [*self._firsts[1:], len(timings)]
         for part, first, end in zip(self.parts, self._firsts, ends, strict=True):
             part.timings = timings[first:end]
+        for op, (took, _) in zip(self._trials, self._trial_clock.results(), strict=True):
+            if op is not None:
+                op[0].shortcuts[op[1]] = took
         return self.parts
 
     def unseen_bytes(self) -> int:
@@ -272,3 +289,6 @@ class Counted:
         self.seen(made)
         self._sizes = {name: n for name, n in self._sizes.items() if self._names.lives(name)}
         self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
+
+    def attempt(self, run: Callable[[], Any], wanted: Any) -> None:
+        """Nothing is tried, since it would count."""

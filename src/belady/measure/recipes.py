@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,19 +152,17 @@ def repeats(recipe: Recipe, args: tuple[Any, ...], kwargs: Any, result: Any) -> 
     if str(recipe.func) in IN_PLACE:
         return True
     tensors = iter(list(tensors_in((_as_replayed(recipe, args), *kwargs.values()))))
-    return reaches(recipe, lambda _: next(tensors), list(tensors_in((result,))), NoClock())
+    run = partial(recipe.run, lambda _: next(tensors))
+    return reaches(run, list(tensors_in((result,))), NoClock())
 
 
 def reaches(
-    recipe: Recipe,
-    tensor_of: Callable[[Operand], torch.Tensor],
-    wanted: Sequence[torch.Tensor],
-    clock: Clock,
+    run: Callable[[], Sequence[torch.Tensor]], wanted: Sequence[torch.Tensor], clock: Clock
 ) -> bool:
-    """Whether a run of ``recipe`` gives the bits of ``wanted``; ``clock`` brackets it."""
+    """Whether ``run`` gives the bits of ``wanted``; ``clock`` brackets it."""
     clock.start()
     try:
-        made = recipe.run(tensor_of)
+        made = run()
     except RuntimeError:  # also: no kernel for this device
         return False
     finally:
