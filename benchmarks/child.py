@@ -127,6 +127,7 @@ class _Bench:
         del work, opener
         if self.case.equal_steps:
             tidy(None)
+            cap = record.get("budget_bytes", cap)
             record |= equality(self.case, self._make, self._known.references, cap)
         return record
 
@@ -220,6 +221,7 @@ class _Bench:
         """
         caps, grows = [cap], self.case.budget in ("smallest", "own")
         for last in (False, False, True) if grows else (True,):
+            record: Record = {}
             try:
                 with opener(cap) as it:
                     record = it.warm_up() | timed(it, self.case.repeats)

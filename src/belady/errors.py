@@ -7,6 +7,7 @@
     ├── InfeasibleBudgetError       the smallest working set exceeds the budget
     ├── DocumentError               (ValueError)   a JSON document that is not what it says
     ├── PlanMismatchError           a plan made for another trace
+    │   └── ReplayError             bytes that were made again came out otherwise
     ├── TierError                   a tier that cannot take or give back bytes
     │   ├── TierFullError           its capacity or budget is used up
     │   └── SpillError              reading or writing spilled bytes failed
@@ -73,6 +74,10 @@ class DocumentError(BeladyError, ValueError):
 
 class PlanMismatchError(BeladyError):
     """A plan was given to something other than the trace that it was made for."""
+
+
+class ReplayError(PlanMismatchError):
+    """Bytes that were made again came out otherwise: the program is not the one of the trace."""
 
 
 class TierError(BeladyError):

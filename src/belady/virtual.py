@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from belady.eager.conductor import Conductor
 from belady.eager.limits import Limits, open_machine
 from belady.eager.ordering import ALWAYS
 from belady.eager.tracker import Tracker
-from belady.errors import OutOfMemoryError
+from belady.errors import OutOfMemoryError, ReplayError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier
@@ -216,13 +215,13 @@ class VirtualMemory:
     def __enter__(self) -> VirtualMemory:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            self.close()
+        except ReplayError as late:
+            if error is None:
+                raise
+            error.add_note(str(late))
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemoryError(
                 f"the device ran out of memory in spite of the plan ({error}); a larger budget, or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import belady
-from belady.eager.digests import Digests, digest
-from belady.errors import PlanMismatchError
+from belady.eager import kinds
+from belady.eager.digests import Digests, _Late, digest
+from belady.errors import PlanMismatchError, ReplayError
 from belady.ir.plan import Plan, Recompute
 from belady.ir.replay import COMPARED_ONE_IN
 from belady.ir.run import Run
@@ -171,9 +172,126 @@ def test_what_no_call_shows_is_an_error_and_then_replayed_no_more(replaying: lis
     assert replayed(run.plan) == 0
 
 
+class Event:
+    """Of an answer that is there when somebody waits for it, and not before."""
+
+    def __init__(self) -> None:
+        self.there = False
+
+    def query(self) -> bool:
+        return self.there
+
+    def synchronize(self) -> None:
+        self.there = True
+
+
+class LateDigests(Digests):
+    """As on a GPU: nobody waits for the answer."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(at_once=False)
+
+    def _answer(self, pairs: Any) -> bool:
+        if self._waits:
+            return super()._answer(pairs)
+        self._late.append(_Late(self._iteration, pairs.compared(), cast("Any", Event()), pairs))
+        return True
+
+
+@pytest.fixture
+def late(replaying: list[Plan], monkeypatch: pytest.MonkeyPatch) -> list[Digests]:
+    """The digests of every plan."""
+    made: list[Digests] = []
+
+    def remembered(**_: object) -> Digests:
+        made.append(LateDigests())
+        return made[-1]
+
+    monkeypatch.setattr(kinds, "Digests", remembered)
+    return made
+
+
+def run_until_asked(training: Training, digests: Digests) -> None:
+    """Iterate until a replay is compared, whose answer is then on its way."""
+    for count in range(COMPARED_ONE_IN):
+        training.run(plain, [count])
+        if digests._late:
+            return
+    raise AssertionError("nothing was compared")
+
+
+def test_in_the_first_iteration_under_a_plan_all_is_compared_before_an_optimizer_steps(
+    late: list[Digests],
+) -> None:
+    training = Training(SHAPE)
+    assert isinstance(training.model, Shape)
+    with belady.virtualize(training.models, ROOM):
+        training.run(plain, range(2))
+        assert late
+        training.model.swapped = True
+        with pytest.raises(ReplayError, match="no optimizer has used them"):
+            training.loss(0).backward()
+
+
+@pytest.mark.usefixtures("late")
+def test_later_the_error_comes_while_it_helps() -> None:
+    training = Training(SHAPE)
+    assert isinstance(training.model, Shape)
+    with belady.virtualize(training.models, ROOM) as vm:
+        training.run(plain, range(BEFORE))
+        training.model.swapped = True
+        with pytest.raises(ReplayError, match="known late"):
+            training.run(plain, range(COMPARED_ONE_IN + 1))
+        training.optimizer.zero_grad()
+        training.run(plain, range(6))
+        run = vm.run()
+    assert run is not None
+    assert replayed(run.plan) == 0
+
+
+def test_another_kind_of_iteration_does_not_put_the_error_off(late: list[Digests]) -> None:
+    training = Training(SHAPE)
+    assert isinstance(training.model, Shape)
+    with belady.virtualize(training.models, ROOM):
+        training.run(plain, range(BEFORE))
+        training.model.swapped = True
+        run_until_asked(training, late[-1])
+        with pytest.raises(ReplayError, match="known late"):
+            training.model(training.batch(0)[0][:1])
+
+
+def test_a_late_error_does_not_replace_the_users(late: list[Digests]) -> None:
+    training = Training(SHAPE)
+    assert isinstance(training.model, Shape)
+
+    def fail() -> None:
+        with belady.virtualize(training.models, ROOM):
+            training.run(plain, range(BEFORE))
+            training.model.swapped = True
+            run_until_asked(training, late[-1])
+            raise KeyError("the user's")
+
+    with pytest.raises(KeyError) as told:
+        fail()
+    assert "known late" in told.value.__notes__[0]
+
+
+def test_whoever_closes_is_told(late: list[Digests]) -> None:
+    training = Training(SHAPE)
+    assert isinstance(training.model, Shape)
+    vm = belady.virtualize(training.models, ROOM)
+    training.run(plain, range(BEFORE))
+    training.model.swapped = True
+    run_until_asked(training, late[-1])
+    with pytest.raises(ReplayError, match="known late"):
+        vm.close()
+    # Nothing of it is left.
+    training.run(plain, range(2))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("exact", "said"), [(False, "an iteration late"), (True, "no optimizer has used them")]
+    ("exact", "said"), [(False, "known late"), (True, "no optimizer has used them")]
 )
 def test_a_gpu_goes_on_while_replays_are_compared_unless_it_must_be_exact(
     replaying: list[Plan], exact: bool, said: str

@@ -25,6 +25,7 @@ NAMES = [
     "OrderError",
     "OutOfMemoryError",
     "PlanMismatchError",
+    "ReplayError",
     "SectionError",
     "SpillError",
     "StaleValueError",

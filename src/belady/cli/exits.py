@@ -22,6 +22,7 @@ from belady.errors import (
     InfeasibleBudgetError,
     OutOfMemoryError,
     PlanMismatchError,
+    ReplayError,
     TierFullError,
 )
 from belady.units import format_bytes
@@ -40,6 +41,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (TierFullError, EXHAUSTED),
     (BudgetError, USAGE),
     (DocumentError, USAGE),
+    (ReplayError, UNVERIFIED),
     (PlanMismatchError, USAGE),
     (BeladyError, FAILED),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class Conductor:
         fallback = self._floor.pack
         self._planning = Planning(policy, hardware, carrier, self._persistent, fallback)
         self._latest: Kind | None = None
+        self._last: Kind | None = None  # of which the iteration before was
         self._for_gradients = Apart(carrier.device)
         self._gradients = Gradients(self._for_gradients.copy, policy.budget.device_bytes)
         self._for_state = Apart(carrier.device)
@@ -95,7 +97,7 @@ class Conductor:
 
         Raises
         ------
-        PlanMismatchError
+        ReplayError
             If the last iteration has used a wrong replay.
         """
         self._cutting.close()
@@ -103,8 +105,10 @@ class Conductor:
         self._gradients.close()
         self._for_gradients.close()
         self._for_state.close()
-        for kind in self._kinds.values():
-            kind.settle()
+        with ExitStack() as stack:
+            # All are asked, also where one raises.
+            for kind in self._kinds.values():
+                stack.callback(kind.settle)
 
     def record(self) -> None:
         """Take down every event of the next steady iteration that moves anything."""
@@ -125,13 +129,16 @@ class Conductor:
         ------
         InfeasibleBudgetError
             If this kind is new and no plan of it can fit.
+        ReplayError
+            If an iteration before has used a wrong replay.
         """
         kind = self._kinds.get(key)
         if kind is None:
             self._admit(module, call)
             kind = self._kinds[key] = Kind()
             if len(self._kinds) > _KINDS:
-                self._kinds.pop(next(iter(self._kinds))).settle()
+                self._kinds.pop(next(iter(self._kinds))).forget()
+        self._hear_of(kind)
         self._planning.check_replays(kind)
         if kind.trial is None or kind.engine is not None:
             self._find_lasting()
@@ -148,6 +155,14 @@ class Conductor:
         if kind.engine is not None:
             kind.engine.on_anchor = sample.tape.anchor if sample.tape is not None else None
         return iteration
+
+    def _hear_of(self, kind: Kind) -> None:
+        """Demand that replays were right, where iterations of ``kind`` would not in time."""
+        last, self._last = self._last, kind
+        if last is not None and last is not kind:
+            last.settle()
+        elif last is not None and last.engine is not None:
+            last.engine.digests.demand_known()
 
     def _find_lasting(self) -> None:
         modules = walk(self._modules)

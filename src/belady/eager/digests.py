@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import Variable
 
-from belady.errors import PlanMismatchError
+from belady.errors import ReplayError
 from belady.ir.replay import COMPARED_ONE_IN
 from belady.memory.geometry import unseen
 from belady.memory.lanes import current_stream
@@ -22,6 +22,12 @@ _AT_ONCE = 64
 _OTHERWISE = (
     "bytes that forward saved were made again and came out otherwise: the program computes "
     "something else than when it was observed"
+)
+_LATE = (
+    f"{_OTHERWISE}. This is known late: gradients of this iteration or of some before it, "
+    f"{COMPARED_ONE_IN + 1} at most, were wrong, and an optimizer may have used them. Go on from a "
+    "state saved before; nothing is recomputed any more. policy='lifetime' never recomputes, and "
+    "exact=True compares everything before an optimizer steps"
 )
 _task: Any = torch._C._current_graph_task_id
 
@@ -99,12 +105,12 @@ class _Late(NamedTuple):
 class Digests:
     """Compares digests of bytes before and after a replay.
 
-    Asked ``at_once``, and in the first iteration always, every replay is compared, and the host
-    waits for the answer when backward has ended, so nobody gets a gradient that a wrong replay went
-    into; an optimizer that steps inside backward asks before its step. Waiting leaves the device
-    without work until the host has issued some again, and digests read all bytes twice. So
-    otherwise each replay is compared in every `COMPARED_ONE_IN` th iteration, and the answer is
-    read when it is there: one iteration late at the latest.
+    Asked ``at_once``, and until one iteration has come to its end, every replay is compared, and
+    the host waits for the answer when backward has ended, so nobody gets a gradient that a wrong
+    replay went into; an optimizer that steps inside backward asks before its step. Waiting leaves
+    the device without work until the host has issued some again, and digests read all bytes twice.
+    So from then on each replay is compared in one of `COMPARED_ONE_IN` iterations, and the answer
+    is read when it is there: in the next iteration at the latest.
 
     Attributes
     ----------
@@ -118,6 +124,7 @@ class Digests:
         self.refuted = False
         self.wrong = ""
         self._at_once = at_once
+        self._proved = False
         self._iteration = 0
         self._pairs: dict[Any, _Pairs] = {}
         self._late: list[_Late] = []
@@ -128,6 +135,10 @@ class Digests:
         """An iteration begins."""
         self._iteration += 1
         self.forget()
+
+    def finish_iteration(self) -> None:
+        """It has come to its end; its replays were compared, all of them in the first."""
+        self._proved = True
 
     def forget(self) -> None:
         """A pass begins: drop what one that came to nothing has left."""
@@ -143,8 +154,8 @@ class Digests:
 
         Raises
         ------
-        PlanMismatchError
-            If they differ and no backward is under way.
+        ReplayError
+            If no backward is under way and they differ, as far as that is known.
         """
         stream = current_stream(saved.device)
         pairs = self._pairs.get(stream)
@@ -163,7 +174,7 @@ class Digests:
 
         Raises
         ------
-        PlanMismatchError
+        ReplayError
             If a replay came out otherwise.
         """
         asked, self._pairs = self._pairs, {}
@@ -179,24 +190,33 @@ class Digests:
                 self.refute(_OTHERWISE)
         self._hear(self._iteration)
         if self.wrong:
-            raise PlanMismatchError(self.wrong)
+            raise ReplayError(self.wrong)
+
+    def demand_known(self) -> None:
+        """Demand of what was asked in earlier iterations that it was equal.
+
+        Raises
+        ------
+        ReplayError
+            If a replay came out otherwise.
+        """
+        if self._hear(self._iteration):
+            raise ReplayError(self.wrong)
 
     def settle(self) -> None:
         """Wait for all answers that are on their way.
 
         Raises
         ------
-        PlanMismatchError
-            If a replay came out otherwise, and nobody has been told.
+        ReplayError
+            If a replay came out otherwise.
         """
-        known = self.refuted
-        self._hear(self._iteration + 1)
-        if self.refuted and not known:
-            raise PlanMismatchError(self.wrong)
+        if self._hear(self._iteration + 1):
+            raise ReplayError(self.wrong)
 
     @property
     def _waits(self) -> bool:
-        return self._at_once or self._iteration <= 1
+        return self._at_once or not self._proved
 
     def _answer(self, pairs: _Pairs) -> bool:
         """Compare, on a stream that waits for the replays and nothing else; True if it is late."""
@@ -215,25 +235,24 @@ class Digests:
         self._late.append(_Late(self._iteration, equal, there, pairs))
         return True
 
-    def _hear(self, iteration: int) -> None:
-        """Read the answers that are there; those of iterations before ``iteration`` must be."""
+    def _hear(self, iteration: int) -> bool:
+        """Read the answers that are there, and wait for those of iterations before ``iteration``.
+
+        True if one of them says that a replay came out otherwise.
+        """
+        wrong = False
         while self._late:
             late = self._late[0]
             if late.iteration < iteration:
                 late.there.synchronize()
             elif not late.there.query():  # type: ignore[no-untyped-call]
-                return
+                break
             self._late.pop(0)
-            if late.equal or self.wrong:
-                continue
-            self.refute(_OTHERWISE)
-            if late.iteration < self._iteration or iteration > self._iteration:
-                self.wrong = (
-                    f"{_OTHERWISE}. This is known an iteration late: its gradients were wrong, and "
-                    "an optimizer may have used them. Go on from a state saved before; nothing is "
-                    "recomputed any more. policy='lifetime' never recomputes, and exact=True "
-                    "compares everything before an optimizer steps"
-                )
+            with unseen():
+                wrong |= not late.equal
+        if wrong:
+            self.refuted, self.wrong = True, _LATE
+        return wrong
 
     def refute(self, why: str) -> None:
         """A replay cannot be right; the next `demand_equal` says so."""

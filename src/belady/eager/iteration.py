@@ -115,8 +115,8 @@ class Iteration:
 
         Raises
         ------
-        PlanMismatchError
-            If its gradients are wrong, which is known before backward ends only if it waits.
+        ReplayError
+            If its gradients are known to be wrong.
         """
         if self._engine is not None:
             self._engine.digests.demand_equal()

@@ -56,13 +56,18 @@ class Kind(Progress):
         self.settle()
         self.engine = None
 
+    def forget(self) -> None:
+        """Nobody asks for it any more."""
+        self._give_up()
+        self.settle()
+
     def settle(self) -> None:
         """Wait until all replays so far are known to be right.
 
         Raises
         ------
-        PlanMismatchError
-            If one was not, and nobody has been told.
+        ReplayError
+            If one was not.
         """
         if self.engine is not None:
             self.engine.digests.settle()

@@ -53,7 +53,7 @@ class Planned:
         The same, in the iteration under way.
     host_seconds
         What taking values over, copying them and bringing them back has cost the host in the
-        iteration under way; ``replay_seconds`` of them for values that are made again.
+        iteration under way; ``replay_seconds`` of them for what stays or is made again.
     on_bring
         Called with a content whose bytes have just been asked back (for measuring).
     on_anchor
@@ -81,8 +81,7 @@ class Planned:
     ) -> None:
         if plan.trace != trace.fingerprint:
             raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
-        self._carrier = carrier
-        self._device = carrier.device
+        self._carrier, self._device = carrier, carrier.device
         self._persistent = persistent
         self._actions = actions(trace, plan)
         self._chains = chains(trace, plan, recipes)
@@ -127,6 +126,7 @@ class Planned:
         for action in due:
             if action.step in (OUT, FREE):
                 self._act(action)
+        self.digests.finish_iteration()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Save ``tensor``: the pack hook.
@@ -197,7 +197,7 @@ class Planned:
         made = PlannedSaved(tensor, content, entry.read, self._iteration) if content else None
         spent = perf_counter() - begun
         self.host_seconds += spent
-        if type(content) is Recomputed:
+        if type(content) is not Moved:
             self.replay_seconds += spent
         return made
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.eager.content import laid_out
 from belady.eager.digests import Digests, digest
-from belady.errors import PlanMismatchError
+from belady.errors import PlanMismatchError, ReplayError
 from belady.ir.plan import Plan, Recompute
 from belady.ir.trace import Trace
 from belady.measure.calls import Call, Follower
@@ -153,7 +153,7 @@ class Recomputed:
         ------
         StaleValueError
             If an input was changed in place since.
-        PlanMismatchError
+        ReplayError
             If the replay gave other bytes; while backward runs, it is raised at its end or, where
             that is not waited for, at the end of the next one.
         """
@@ -194,7 +194,7 @@ class Recomputed:
             made.update(zip(step.outputs, step.run(tensor_of), strict=True))
         content = _whole(made[self._chain.value])
         if content.numel() != self._chain.nbytes:
-            raise PlanMismatchError(
+            raise ReplayError(
                 f"{self._chain.nbytes} bytes were to be made again, and {content.numel()} were: "
                 "the program computes something else than when it was observed"
             )
@@ -219,5 +219,5 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _alive(owner: weakref.ref[torch.Tensor]) -> torch.Tensor:
     tensor = owner()
     if tensor is None:
-        raise PlanMismatchError("a parameter that a replay needs is gone")
+        raise ReplayError("a parameter that a replay needs is gone")
     return tensor

@@ -15,7 +15,7 @@ from belady.ir.residency import away, times_saved
 from belady.ir.trace import Phase, Trace, Value
 
 # A device that works in its own time is not held up to compare replays: one in so many is compared,
-# in turn. On a CPU, and where results must be exact, each one is.
+# in turn. On a CPU each one is; where results must be exact as well, which no prediction contains.
 COMPARED_ONE_IN = 8
 
 # What is wrong, and with which op; -1 where no single one is meant.

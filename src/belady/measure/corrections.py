@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from belady.ir.hardware import Allocator, HardwareProfile, Link
-from belady.ir.plan import Offload, Plan, Recompute
+from belady.ir.plan import Encode, Offload, Plan, Recompute
 from belady.ir.timeline import Measured
 from belady.ir.trace import Op, Phase, Tier, Trace
 from belady.measure.monitor import Sample
@@ -61,11 +61,12 @@ def with_issue_of(
     copy_s = min(sample.engine_seconds - sample.replay_seconds for sample in samples)
     # A copy goes each way.
     copy_s = copy_s / (2 * kinds[Offload]) if kinds[Offload] else 0.0
-    replay_s = replay_s / kinds[Recompute] if kinds[Recompute] else 0.0
+    inside = kinds[Recompute] + kinds[Encode]
+    replay_s = replay_s / inside if inside else 0.0
 
     def found(link: Link) -> float:
-        inside = link.source is link.target is Tier.DEVICE
-        return link.issue_s and max(link.issue_s, replay_s if inside else copy_s)
+        stays = link.source is link.target is Tier.DEVICE
+        return link.issue_s and max(link.issue_s, replay_s if stays else copy_s)
 
     if all(link.issue_s >= _ISSUE_AGREES * found(link) for link in hardware.links):
         return None

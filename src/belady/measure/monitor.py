@@ -27,7 +27,7 @@ class Sample:
 
     ``host_seconds`` is what the host spent inside the roots on the program's own account, and
     ``engine_seconds`` what issuing the plan took it in all, ``replay_seconds`` of them to take over
-    what is made again; 0 where nobody counts it.
+    what stays on the device or is made again; 0 where nobody counts it.
     """
 
     begun: torch.cuda.Event | float

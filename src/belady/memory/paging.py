@@ -73,6 +73,8 @@ class Paging:
         claim = Claim(self)
         if sizes:
             self._hub.sweep()
+            # What torch keeps and nobody uses does not count against the blocks.
+            torch.cuda.empty_cache()
             self._open().claim(claim, sizes, room_bytes)
         return claim
 

@@ -67,11 +67,11 @@ def fastest_that_fit(case: Case, others: Sequence[int]) -> Algorithms:
 def leaner(trace: Trace) -> tuple[Trace, Algorithms]:
     """The trace of the same iteration with the algorithms that have least workspace, and these.
 
-    An op that has the choice is not replayable in it: a replay runs on the thread of backward,
-    where cuDNN may have chosen otherwise.
+    No convolution is replayable in it: a replay runs on the thread of backward, where cuDNN may
+    have chosen otherwise, and the setting is for those without a choice too.
     """
     algorithms = _chosen(trace, Workspace.MEMORY)
-    ops = list(trace.ops)
+    ops = [replace(op, replayable=op.replayable and not _convolves(op)) for op in trace.ops]
     for index, _ in algorithms.by_op:
         least = _least(ops[index])
         ops[index] = replace(
@@ -79,10 +79,13 @@ def leaner(trace: Trace) -> tuple[Trace, Algorithms]:
             device_seconds=least.device_seconds,
             workspace_bytes=least.workspace_bytes,
             algorithms=(),
-            replayable=False,
             shortcut=None,
         )
     return replace(trace, ops=tuple(ops)), algorithms
+
+
+def _convolves(op: Op) -> bool:
+    return "convolution" in op.name
 
 
 def _least(op: Op) -> Algorithm:
