@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,9 @@ _COPIES = (2, 0)
 # Most workspace of cuDNN's algorithms, in bytes of the largest operand: in NCHW on an H200, by
 # `python -m benchmarks kernels --question convolution`.
 _WITH_TENSOR_CORES, _WITHOUT = 2.0, 6.3
+# Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
+# it saves more time than a few more slices cost.
+_ROOM = (0.8, 1.0)
 
 Call = tuple[Any, Any]
 
@@ -55,7 +59,7 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        beside = (_workspace_share(device), 0.0)
+        beside = dict.fromkeys((_workspace_share(module, device), 0.0))
         return self._may_cut(module) and any(
             self._cut(module, call, device, copies, share) for share in beside for copies in _COPIES
         )
@@ -68,7 +72,7 @@ class Cutting:
         trace
             Static, of this call.
         """
-        share = _workspace_share(device)
+        share = _workspace_share(module, device)
         if not share or not self._may_cut(module):
             return
         asking = with_workspaces(trace, share)
@@ -107,15 +111,21 @@ class Cutting:
         def may(section: Section) -> bool:
             return _may(module, section, trace, inputs, device)
 
-        asking = with_workspaces(trace, share)
-        return sections_for(asking, self._hardware, self._policy.budget, chains(module), may)
+        asking, budget = with_workspaces(trace, share), self._policy.budget
+        for room in _ROOM:
+            within = replace(budget, device_bytes=int(room * budget.device_bytes))
+            found = sections_for(asking, self._hardware, within, chains(module), may)
+            if found:
+                return found
+        return None
 
 
-def _workspace_share(device: torch.device) -> float:
+def _workspace_share(module: nn.Module, device: torch.device) -> float:
     """What a convolution may ask for, of its largest operand; nothing on a CPU."""
     if device.type != "cuda":
         return 0.0
-    reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda")
+    halves = any(it.dtype in (torch.float16, torch.bfloat16) for it in module.parameters())
+    reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda") or halves
     return _WITH_TENSOR_CORES if reduced else _WITHOUT
 
 
@@ -191,5 +201,6 @@ def _sentence(section: Section) -> str:
     run = "run" if len(ends) > 1 else "runs"
     return (
         f"{' to '.join(ends)} {run} in {section.slices} slices along the batch, since one op was "
-        "over the budget: results differ from plain PyTorch by the order of sums"
+        "over the budget, or would have been beside the workspace that it may ask for: results "
+        "differ from plain PyTorch by the order of sums"
     )

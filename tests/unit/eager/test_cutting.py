@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from belady.eager import cutting
+from belady.eager.cutting import Cutting
+from belady.ir.plan import Budget
+from belady.measure.batch import static_trace_with_batch
+from belady.measure.stages import Policy
+from belady.planners import smallest_budget
+from tests.unit.planners.nets import gpu
+
+CPU = torch.device("cpu")
+
+
+def deep() -> nn.Sequential:
+    layers = (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), *layers)
+
+
+CALL = ((torch.rand(32, 3, 32, 32),), {})
+
+
+def floor(model: nn.Module) -> int:
+    trace = static_trace_with_batch(model, CALL, CPU)
+    return smallest_budget("floor", trace, gpu(), Budget(1 << 40))
+
+
+def slices(budget: int) -> list[int]:
+    model = deep()
+    parts = Cutting(Policy("auto", Budget(budget)), gpu())
+    assert parts.cut(model, CALL, CPU)
+    assert model in parts
+    parts.close()
+    return [int(number) for said in parts.said for number in re.findall(r"in (\d+) slices", said)]
+
+
+def test_slices_leave_room_for_what_a_plan_keeps_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = int(0.7 * floor(deep()))
+    roomy = slices(budget)
+    monkeypatch.setattr(cutting, "_ROOM", (1.0,))
+    assert max(roomy) > max(slices(budget))
+
+
+def test_where_there_is_no_such_room_what_fits_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "_ROOM", (0.01, 1.0))
+    assert slices(int(0.7 * floor(deep())))
+
+
+def test_nothing_that_cannot_be_helped_is_cut() -> None:
+    assert not Cutting(Policy("auto", Budget(1 << 10)), gpu()).cut(deep(), CALL, CPU)
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy("auto", Budget(1 << 20), exact=True), Policy("lifetime", Budget(1 << 20))]
+)
+def test_who_must_not_or_does_not_cut(policy: Policy) -> None:
+    assert not Cutting(policy, gpu()).cut(deep(), CALL, CPU)
