@@ -42,7 +42,7 @@ def slices(budget: int) -> list[int]:
 def test_slices_leave_room_for_what_a_plan_keeps_beside_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    budget = int(0.7 * floor(deep()))
+    budget = int(0.95 * floor(deep()))
     roomy = slices(budget)
     monkeypatch.setattr(cutting, "_ROOM", (1.0,))
     assert max(roomy) > max(slices(budget))
@@ -50,7 +50,7 @@ def test_slices_leave_room_for_what_a_plan_keeps_beside_them(
 
 def test_where_there_is_no_such_room_what_fits_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "_ROOM", (0.01, 1.0))
-    assert slices(int(0.7 * floor(deep())))
+    assert slices(int(0.95 * floor(deep())))
 
 
 def test_nothing_that_cannot_be_helped_is_cut() -> None:
