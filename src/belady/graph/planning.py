@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from belady.errors import InfeasibleBudgetError
+from belady.graph import convolutions
 from belady.graph.bits import Bits
 from belady.graph.capture import Captured
 from belady.graph.kinds import Force, Kind
@@ -59,12 +60,13 @@ class Planning:
         self.bits = Bits(exact=policy.exact)
         self._verification = Verification(policy, hardware)
         self._floors: dict[tuple[Captured, bool], Force] = {}
+        self._told: list[str] = []
 
     @property
     def notes(self) -> list[str]:
         """What a user should know of plans and kernels, one sentence each."""
         compiling = [] if self._inductor is None else self._inductor.notes
-        return [*self.bits.notes, *self._verification.notes, *compiling]
+        return [*self.bits.notes, *self._told, *self._verification.notes, *compiling]
 
     @property
     def recomputes(self) -> bool:
@@ -94,8 +96,8 @@ class Planning:
             backward = Part(0, "", forward.joint, forward.layout, False, tangents, {})
             seen = set(forward.inputs)
             unseen = sum(n for name, n in lasting.sizes.items() if name not in seen)
-            drawn = draw([forward, backward], self._carrier.device, unseen)
-            plan = self._first_plan(drawn)
+            drawn = self._may_run_again(draw([forward, backward], self._carrier.device, unseen))
+            plan = self._telling(drawn, self._first_plan(drawn))
             known = Force.of([graph], drawn, plan, watched=watched)
             self._floors[graph, watched] = known
         return known
@@ -116,6 +118,7 @@ class Planning:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
+        drawn = self._may_run_again(drawn)
         self._put_in_force(kind, drawn, self._verification.first(drawn.trace, *self._numerics))
 
     def verify(self, kind: Kind) -> None:
@@ -129,7 +132,19 @@ class Planning:
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
 
+    def _may_run_again(self, drawn: Drawn) -> Drawn:
+        """What was drawn, without replays that ``exact`` forbids."""
+        return replace(drawn, trace=convolutions.kept(drawn.trace)) if self._policy.exact else drawn
+
+    def _telling(self, drawn: Drawn, plan: Plan) -> Plan:
+        """The plan, and what it says of its replays."""
+        plan = convolutions.told(drawn.trace, plan)
+        if convolutions.REPLAYED in plan.numerics and convolutions.NOTE not in self._told:
+            self._told.append(convolutions.NOTE)
+        return plan
+
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
+        trial = replace(trial, plan=self._telling(drawn, trial.plan))
         fuse = None if self._inductor is None else self._inductor.fuse
         kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse)
         kind.begin(trial, drawn.trace, self._carrier)

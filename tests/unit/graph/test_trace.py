@@ -83,8 +83,7 @@ def test_the_peak_with_replays_is_not_above_the_predicted_one(
 def trace() -> Trace:
     training, carrier = Training(CNN), Carrier("cpu")
     host = PlannedHost(training.models, carrier, lambda t: Plan(t.fingerprint, "keep/1", ROOM))
-    # Under cuDNN's benchmark, which other tests may leave on, no convolution is replayable.
-    with torch.backends.cudnn.flags(benchmark=False), compiled(training, host):
+    with compiled(training, host):
         training.models[0](training.batch(0)[0])
     carrier.close()
     return host.drawn[0].trace
