@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from belady.ir.carrying import Sums, release_forward
 from belady.ir.drawing import Drawing
 from belady.ir.ops import Op
 from belady.ir.slicing import WHOLE, Draft, Rewriting
@@ -23,9 +24,8 @@ class Cut:
         self.old = writing.trace
         self.device = self._storage(stretch.made).device
         self.node = -1
-        self.copies: dict[int, int] = {}
         self.lasting: list[Draft] = []
-        self.entering: dict[int, Draft] = {}
+        self.sums = Sums(writing, stretch)
         self.drawing = Drawing(writing, stretch.draws, stretch.drawn, stretch.parts)
 
     # -- forward -----------------------------------------------------------------------------
@@ -48,10 +48,9 @@ class Cut:
                 else:
                     self._cut(part, like)
                 self._issue([at for at in ops if at not in stretch.norms], part)
-                if self.copies and not norm:
-                    self._first_read(ops, part)
                 if stage == stretch.stages[stretch.forward[-1]]:
                     joined = self._join(stretch.made, part, joined, like)
+        release_forward(writing, stretch)
         writing.draft(token).released = len(writing.ops)
         if stretch.passed_on >= 0 or stretch.norms:
             self._lasting(token)
@@ -68,16 +67,7 @@ class Cut:
         writing.extra("clone.default", like, [whole])
         copy = writing.born(self._draft(self._share(given, part)))
         writing.name(given, part, copy)
-        self.copies[part] = copy
         writing.extra("view.default", like, [copy])
-
-    def _first_read(self, ops: Sequence[int], part: int) -> None:
-        """The module that reads a copy of the input holds it until it is done."""
-        modules = [self.old.ops[at].module for at in ops]
-        last = next((i for i, module in enumerate(modules) if module != modules[0]), len(ops))
-        places = self.writing.places
-        draft = self.writing.draft(self.copies[part])
-        draft.released = places[ops[last - 1], part] + 1 if ops else len(self.writing.ops)
 
     def _issue(self, ops: Sequence[int], part: int) -> None:
         for at in ops:
@@ -89,10 +79,16 @@ class Cut:
                 continue
             if self.drawing.issues(at, part, self._share(op.writes[0], part) if op.writes else 0):
                 continue
+            if self.sums.issues(at, part):
+                continue
             self.drawing.cut(at)
-            self.writing.issue(
+            index = self.writing.issue(
                 at, part, self.stretch.size(part), self.stretch.samples, self.stretch.full
             )
+            if op.module in self.stretch.apart:
+                # Its forward does not run: what it calls is called in its place.
+                ops_ = self.writing.ops
+                ops_[index] = replace(ops_[index], module=self.stretch.parent)
             self.drawing.used(at, part)
 
     def _join(self, old: int, part: int, whole: int, like: Op, origin: int | None = None) -> int:
@@ -137,12 +133,12 @@ class Cut:
         (given, *others), (made, *_) = self.old.ops[at].reads, self.old.ops[at].writes
         reads = [given, *(value for value in others if writing.is_parameter(value))]
         index = writing.extra("sub.Tensor", like, [writing.value(value, part) for value in reads])
-        self._costs(index, at, part, self._precise(given, part))
+        self._costs(index, at, part, self._scratch(at, part, 1))
         self._named(made, part)
         writing.places[at, part] = index
         writing.extra("view.default", like, [writing.value(made, part)])
 
-    def _norm_backward(self, at: int, like: Op) -> None:
+    def _norm_backward(self, at: int, sums: Sequence[int], like: Op) -> None:
         writing, stretch = self.writing, self.stretch
         op = self.old.ops[at]
         assert op.forward_op is not None
@@ -167,15 +163,26 @@ class Cut:
                 passed_on.append(old)
         for part in parts if passed_on else ():
             index = writing.extra("sub.Tensor", like, pairs[part], origin=self.node)
-            self._costs(index, at, part, self._precise(given, part))
+            self._costs(index, at, part, self._scratch(op.forward_op, part, 2))
             self._named(passed_on[0], part)
             writing.places[at, part] = index
-            self.entering[part] = writing.draft(writing.value(passed_on[0], part))
+            self._done_with(gradient, part)
+            self.sums.add_late(sums, part)
+
+    def _done_with(self, gradient: int, part: int) -> None:
+        draft = self.writing.draft(self.writing.value(gradient, part))
+        if draft.part == part:
+            draft.released = len(self.writing.ops)
 
     def _costs(self, index: int, at: int, part: int, workspace: int) -> None:
         seconds = self.old.ops[at].device_seconds * self.stretch.size(part) / self.stretch.samples
         op = self.writing.ops[index]
         self.writing.ops[index] = replace(op, device_seconds=seconds, workspace_bytes=workspace)
+
+    def _scratch(self, norm: int, part: int, vectors: int) -> int:
+        """What a slice's arithmetic takes: so many vectors of one number a channel at least."""
+        (given, *_), (_, mean, *_) = self.old.ops[norm].reads, self.old.ops[norm].writes
+        return self._precise(given, part) or vectors * self._storage(mean).nbytes
 
     def _precise(self, value: int, part: int) -> int:
         """Scratch bytes of a batch norm's arithmetic: half precision is widened to float32."""
@@ -195,22 +202,28 @@ class Cut:
         totals: dict[int, int] = {}
         for stage in range(max(stretch.stages.values()), -1, -1):
             ops = [at for at in stretch.backward if stretch.stages[at] == stage]
-            norm = [at for at in ops if self.old.ops[at].forward_op in stretch.norms]
-            own = [at for at in ops if at not in norm]
+            back = [at for at in ops if self.old.ops[at].forward_op in stretch.norms]
+            norm = [at for at in back if at not in stretch.sums]
+            after = [at for at in back if norm and at > norm[0] and at in stretch.sums]
+            own = [at for at in ops if at not in (*norm, *after)]
+            late = self.sums.late(own)
+            own = [at for at in own if at not in late]
             for part in stretch.parts:
+                carried = self.sums.carried(own, part)
                 self._issue(own, part)
-                if part in self.entering:
+                for draft in carried:
                     # Whoever asks autograd for gradients holds what it starts from.
-                    self.entering.pop(part).released = len(writing.ops)
+                    draft.released = len(writing.ops)
                 added = self._totals(own)
                 for old in added:
                     self._add(old, part, totals, like)
+                self.sums.add_late(late, part)
                 for old in added if part != stretch.parts[0] else ():
                     writing.draft(writing.value(old, part)).released = len(writing.ops)
                 if not stage and stretch.passed_on >= 0:
                     joined = self._join(stretch.passed_on, part, joined, like, self.node)
             for at in norm:
-                self._norm_backward(at, like)
+                self._norm_backward(at, after, like)
         for old, total in totals.items():
             writing.name(old, WHOLE, total)
         if stretch.passed_on >= 0:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from belady.errors import PlanMismatchError
+from belady.ir.carrying import find_sums, modules_apart
 from belady.ir.drawing import find_draws
 from belady.ir.ops import FOLDED, Mode, Op, Phase
 from belady.ir.plan import Section
@@ -108,6 +109,8 @@ class _Search:
             self.backward,
             self.stages,
             self.norms,
+            find_sums(trace, self.backward, gradients.values()),
+            modules_apart(trace, self.norms),
             range(self.section.slices),
             tuple(size + (index < larger) for index in range(self.section.slices)),
             given,

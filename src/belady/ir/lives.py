@@ -65,7 +65,7 @@ class Lives:
         found: list[tuple[tuple[int, int, int], int, Save]] = []
         for index, value in enumerate(self.old.values):
             for save in value.saves:
-                for part, moved in self._moved(index, save):
+                for part, moved in self._moved(index, self._labelled(save)):
                     new = self.writing.value(index, part)
                     found.append(((save.pass_index, moved.op, save.ordinal), new, moved))
         ordinals: dict[int, int] = {}
@@ -75,6 +75,13 @@ class Lives:
             self.saves.setdefault(new, []).append(replace(save, ordinal=ordinal))
             storage = self.writing.values[new].storage
             self.drops[storage] = max(self.drops.get(storage, 0), save.dropped)
+
+    def _labelled(self, save: Save) -> Save:
+        """Modules that are taken apart are not called themselves."""
+        stretch = self.stretch_of.get(save.op)
+        if stretch is None or save.module not in stretch.apart:
+            return save
+        return replace(save, module=stretch.parent)
 
     def _moved(self, index: int, save: Save) -> Iterator[tuple[int, Save]]:
         stretch = self.stretch_of.get(save.op)
@@ -112,7 +119,11 @@ class Lives:
         """A batch norm reads its input twice: for its sums, then for the gradient of its input."""
         places = self.writing.places
         op = places[save.op, part]
-        (back,) = (at for at in stretch.backward if self.old.ops[at].forward_op == save.op)
+        (back,) = (
+            at
+            for at in stretch.backward
+            if self.old.ops[at].forward_op == save.op and at not in stretch.sums
+        )
         sums = places[back, -2 - part]
         last = places.get((back, part), sums)
         reads = tuple(dict.fromkeys((sums, last)))

@@ -216,6 +216,11 @@ class Rewriting:
         """The storage of a value of the new trace."""
         return self.storages[self.values[value].storage]
 
+    def sliced(self, old: int, part: int) -> Draft | None:
+        """What stands for a slice of a storage of the old trace, if it is cut."""
+        new = self._storages.get((old, part))
+        return None if new is None else self.storages[new]
+
     # -- boundaries --------------------------------------------------------------------------
 
     def before(self, boundary: int, part: int = WHOLE) -> int:

@@ -21,6 +21,10 @@ class Stretch:
         For each op its stage: batch norms in training mode begin one.
     norms
         Forward ops of these batch norms.
+    sums
+        Backward ops that add gradients of one value.
+    apart
+        Modules with batch norms inside, whose calls are steps of their own.
     parts
         Numbers of its slices: no other stretch of the trace has the same.
     sizes
@@ -45,6 +49,8 @@ class Stretch:
     backward: tuple[int, ...]
     stages: dict[int, int]
     norms: frozenset[int]
+    sums: frozenset[int]
+    apart: frozenset[str]
     parts: range
     sizes: tuple[int, ...]
     given: int

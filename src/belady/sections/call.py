@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from belady.errors import SectionError
 from belady.sections.dropout import Drawing
-from belady.sections.passage import Cut, Opening, Passage, through_norm
+from belady.sections.passage import Cut, Opening, Parts, Passage, add, opened, through_norm
 from belady.sections.slices import Bounds, Totals, Whole
-from belady.sections.stages import Stage, Step, foreign_leaf
+from belady.sections.stages import Line, Stage, foreign_leaf, split
+from belady.sections.tracing import Step
 
 _TWICE = (
     "Trying to backward through the graph a second time, but the slices of {} have been let go of "
@@ -33,6 +34,8 @@ class SlicedCall:
     ----------
     name
         Of the run, for messages.
+    line
+        What it does.
     cut
         The slices.
     aliases
@@ -44,16 +47,18 @@ class SlicedCall:
     def __init__(
         self,
         name: str,
-        stages: Sequence[Stage],
+        line: Line,
         cut: tuple[Bounds, ...],
         aliases: dict[Tensor, Tensor],
         drawing: Drawing,
     ) -> None:
         self.name = name
         self._parameters = tuple(aliases)
-        self._stages = stages
+        self._stages = split(line, {alias: at for at, alias in enumerate(aliases.values())})
+        self._result = line.result
+        # Values that have the bytes of the input.
+        self._given = {0}
         self._cut = cut
-        self._indices = range(len(cut))
         self._aliases = list(aliases.values())
         self._drawing = drawing
         self._passages: list[Passage] | None = []
@@ -69,51 +74,85 @@ class SlicedCall:
         """Take all slices through one stage after another."""
         assert self._passages is not None
         token = torch.empty(0, requires_grad=True)
-        first, *others = self._stages
-        opening: Opening = Cut(whole.detach(), self._cut)
-        passage = Passage(first, opening, token if whole.requires_grad else None)
-        self._passages.append(passage)
-        for stage in others:
-            assert stage.norm is not None
-            opening = stage.norm.open([self._step_through(passage, at) for at in self._indices])
-            needs = stage.norm.trains or any(end is not None for end, _ in passage.edges)
-            passage = Passage(stage, opening, token if needs else None)
-            self._passages.append(passage)
+        needs = {0} if whole.requires_grad else set()
+        held: list[Parts] = [{} for _ in self._cut]
         result = Whole(self.name, self._cut)
-        for index in self._indices:
-            result.put(index, self._step_through(passage, index))
+        for stage in self._stages:
+            opening: Opening
+            if stage.norm is None:
+                opening = Cut(whole.detach(), self._cut)
+            else:
+                opening = opened(stage.norm, stage, held)
+                if stage.norm.trains or stage.given in needs:
+                    needs.add(stage.enters)
+            needed = needs.intersection((stage.enters, *stage.takes))
+            passage = Passage(stage, opening, token if needed else None, needs)
+            self._passages.append(passage)
+            for index, parts in enumerate(held):
+                self._step_through(passage, index, parts)
+                if self._result in parts and stage is self._stages[-1]:
+                    result.put(index, parts.pop(self._result))
         assert result.tensor is not None
         return result.tensor
 
-    def _step_through(self, passage: Passage, index: int) -> Tensor:
-        begin, tensor = passage.opening.enter(index, passage.token)
-        first = tensor if isinstance(passage.opening, Cut) else None
-        version = tensor._version
+    def _step_through(self, passage: Passage, index: int, held: Parts) -> None:
+        stage = passage.stage
+        parts: dict[int, Any] = {**passage.enter(index, held)}
+        foreign = self._foreign(stage, parts, held)
         self._drawing.begin(index)
         with torch.enable_grad():
-            for step in passage.stage.steps:
-                tensor = self._tensor(step, step.call(tensor))
-                if first is not None and first._version != version:
-                    raise SectionError(
-                        f"{self.name} cannot run in slices: {type(step.module).__name__} writes "
-                        "the input of the section in place, which the caller may use"
-                    )
-                if first is not None and not _share(first, tensor):
-                    first = None
+            for step, drops in zip(stage.steps, stage.drops, strict=True):
+                given = [parts[value] for value in step.reads]
+                for value in drops:
+                    parts.pop(value, None)
+                result = self._called(step, given, foreign)
+                if step.makes not in drops:
+                    parts[step.makes] = result
+                del given, result
         self._drawing.end()
-        end = get_gradient_edge(tensor) if tensor.requires_grad else None
-        if end is not None and not index:
-            self._refuse_foreign(end, passage.token)
-        passage.edges.append((end, begin))
-        return tensor.detach()
+        for value in stage.gives:
+            if not isinstance(parts[value], Tensor):
+                self._refuse(f"{type(parts[value]).__name__} crosses a batch norm")
+        ends = passage.leave(parts, held)
+        if not index:
+            for end in ends.values():
+                self._refuse_foreign(end, passage.token)
 
-    def _tensor(self, step: Step, result: object) -> Tensor:
-        if not isinstance(result, Tensor):
-            raise SectionError(
-                f"{self.name} cannot run in slices: {type(step.module).__name__} gives "
-                f"{type(result).__name__}, not one tensor"
+    def _foreign(self, stage: Stage, parts: Parts, held: Parts) -> set[int]:
+        """What a step must not write: others have it too, and their graphs would not know."""
+        known = Counter(map(_bytes_of, {**held, **parts}.values()))
+        shared = {
+            value
+            for value, part in parts.items()
+            if value in stage.lasts or known[_bytes_of(part)] > 1
+        }
+        return shared | self._given
+
+    def _called(self, step: Step, given: list[Any], foreign: set[int]) -> Any:
+        """Do a step, unless it writes what is foreign."""
+        before = [
+            (part, part._version)
+            for value, part in zip(step.reads, given, strict=True)
+            if value in foreign
+        ]
+        result = step.call(*given)
+        if any(part._version != version for part, version in before):
+            self._refuse(
+                f"{step.name} writes the input of the section in place, which the caller may use, "
+                "or what comes from before a batch norm and is read again"
             )
+        if isinstance(result, Tensor):
+            for value, part in zip(step.reads, given, strict=True):
+                if value in foreign and _bytes_of(part) == _bytes_of(result):
+                    foreign.add(step.makes)
+                    if value in self._given:
+                        self._given.add(step.makes)
+        elif step.module is not None:
+            self._refuse(f"{step.name} gives {type(result).__name__}, not one tensor")
         return result
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise SectionError(f"{self.name} cannot run in slices: {reason}")
 
     def _refuse_foreign(self, end: GradientEdge, token: Tensor | None) -> None:
         known = {id(alias) for alias in self._aliases} | {id(token)}
@@ -135,52 +174,44 @@ class SlicedCall:
             self._passages = None
         totals = Totals(len(self._aliases))
         whole = Whole(f"the gradient of {self.name}", self._cut)
-        parts: list[Tensor | None] = [
-            gradient.narrow(0, where.start, where.size) for where in self._cut
+        gradients: list[Parts] = [
+            {self._result: gradient.narrow(0, where.start, where.size)} for where in self._cut
         ]
-        for position in reversed(range(len(passages))):
-            passage = passages[position]
-            for index in self._indices:
-                part = self._step_back(passage, index, parts, totals, keep)
-                if position:
-                    parts[index] = part
-                elif part is not None:
-                    whole.put(index, part)
-                del part
-            if passage.stage.norm is not None and passage.token is not None:
-                needed = any(end is not None for end, _ in passages[position - 1].edges)
-                through_norm(passage, parts, totals, keep, needed)
+        for passage in reversed(passages):
+            stage = passage.stage
+            for index, parts in enumerate(gradients):
+                self._step_back(passage, index, parts, totals, keep)
+                if stage.norm is None and stage.enters in parts:
+                    whole.put(index, parts.pop(stage.enters))
+            if stage.norm is not None and stage.enters in passage.needs:
+                through_norm(passage, gradients, totals, keep)
         return [whole.tensor, *totals.sums]
 
     def _step_back(
-        self,
-        passage: Passage,
-        index: int,
-        parts: list[Tensor | None],
-        totals: Totals,
-        keep: bool,
-    ) -> Tensor | None:
-        gradient, parts[index] = parts[index], None
-        end, begin = passage.edges[index]
+        self, passage: Passage, index: int, gradients: Parts, totals: Totals, keep: bool
+    ) -> None:
+        ends = passage.ends[index]
         if not keep:
-            passage.edges[index] = (None, begin)
-        if end is None or gradient is None:
-            return None
-        if not passage.stage.steps:
-            return gradient
+            passage.ends[index] = {}
+        asked = [value for value in ends if value in gradients]
+        if not asked:
+            return
         used = passage.stage.parameters
-        wanted: list[Any] = [begin] if begin is not None else []
+        begins = passage.begins[index]
+        wanted: list[Any] = [*begins.values()]
+        wanted += [self._aliases[position] for position in used]
         found = torch.autograd.grad(
-            [end],
-            wanted + [self._aliases[position] for position in used],
-            [gradient],
+            [ends[value] for value in asked],
+            wanted,
+            [gradients.pop(value) for value in asked],
             retain_graph=keep,
             allow_unused=True,
         )
-        del gradient
-        for position, part in zip(used, found[len(wanted) :], strict=True):
+        for position, part in zip(used, found[len(begins) :], strict=True):
             totals.add(position, part)
-        return found[0] if wanted else None
+        for value, part in zip(begins, found, strict=False):
+            if part is not None:
+                add(gradients, value, part)
 
 
 class _InSlices(torch.autograd.Function):
@@ -200,5 +231,5 @@ class _InSlices(torch.autograd.Function):
         return None, *call.backward(gradient, keep)
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+def _bytes_of(part: Tensor) -> int:
+    return int(part.untyped_storage()._cdata)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from belady.sections.batchnorm import Normalising
+from belady.sections.batchnorm import BatchNorm, Normalising
 from belady.sections.slices import Bounds, Totals
 from belady.sections.stages import Stage
 
@@ -49,7 +49,27 @@ class _Copied(torch.autograd.Function):
         return part.clone()
 
 
+class _Carried(torch.autograd.Function):
+    """Begins another graph with what an earlier stage has made, and holds nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, part: Tensor) -> Tensor:
+        return part.detach()
+
+
+def carried(part: Tensor, token: Tensor | None) -> tuple[GradientEdge | None, Tensor]:
+    """What an earlier stage has, for this one, and where its gradient will be asked for."""
+    if token is None:
+        return None, part
+    with torch.enable_grad():
+        part = _Carried.apply(token, part)  # type: ignore[no-untyped-call]
+    return get_gradient_edge(part), part
+
+
 Opening = Cut | Normalising
+# By the number of a value.
+Edges = dict[int, GradientEdge]
+Parts = dict[int, Tensor]
 
 
 @dataclass(eq=False)
@@ -60,47 +80,91 @@ class Passage:
     ----------
     token
         What makes graphs begin with the slices; None where these need no gradient.
-    edges
-        For each slice where its graph ends, and where it begins: None where there is none.
+    needs
+        Values that need a gradient; those that the stage gives are added.
+    ends, begins
+        For each slice where its graph ends, and where it begins.
     """
 
     stage: Stage
     opening: Opening
     token: Tensor | None
-    edges: list[tuple[GradientEdge | None, GradientEdge | None]] = field(default_factory=list)
+    needs: set[int]
+    ends: list[Edges] = field(default_factory=list)
+    begins: list[Edges] = field(default_factory=list)
 
-    def begins(self) -> Iterator[GradientEdge]:
-        """Where the graph of each slice begins."""
-        return (self.begin(index, keep=True) for index in range(len(self.edges)))
+    def enter(self, index: int, held: Parts) -> Parts:
+        """What the steps of slice ``index`` may read; ``held`` is what it has from before."""
+        stage, begins = self.stage, Edges()
+        parts = Parts()
+        edge, parts[stage.enters] = self.opening.enter(index, self._token(stage.enters))
+        if edge is not None:
+            begins[stage.enters] = edge
+        if stage.enters in stage.lasts:
+            held[stage.enters] = parts[stage.enters].detach()
+        for value in stage.takes:
+            part = held[value] if value in stage.lasts else held.pop(value)
+            edge, parts[value] = carried(part, self._token(value))
+            if edge is not None:
+                begins[value] = edge
+        self.begins.append(begins)
+        return parts
 
-    def begin(self, index: int, keep: bool) -> GradientEdge:
-        """Where the graph of a slice begins; unless ``keep``, this is the last time it is asked."""
-        end, begin = self.edges[index]
-        assert begin is not None
-        if not keep:
-            # Its node holds the slice of the input.
-            self.edges[index] = (end, None)
-        return begin
+    def _token(self, value: int) -> Tensor | None:
+        return self.token if value in self.needs else None
+
+    def leave(self, parts: dict[int, Any], held: Parts) -> Edges:
+        """Take what later stages need from ``parts``; gives where its graphs end."""
+        ends = Edges()
+        for value in self.stage.gives:
+            part = parts.pop(value)
+            if part.requires_grad:
+                ends[value] = get_gradient_edge(part)
+            held[value] = part.detach()
+        self.needs.update(ends)
+        self.ends.append(ends)
+        return ends
 
 
-def through_norm(
-    passage: Passage, parts: list[Tensor | None], totals: Totals, keep: bool, needed: bool
-) -> None:
-    """Turn gradients of what a batch norm made into those of what it was given, in place.
+def opened(norm: BatchNorm, stage: Stage, held: Sequence[Parts]) -> Normalising:
+    """Begin ``stage``, whose norm it is, with the statistics of all slices."""
+    later = stage.lasts.union(stage.takes)
+    parts = [
+        slice_[stage.given] if stage.given in later else slice_.pop(stage.given) for slice_ in held
+    ]
+    return norm.open([*parts])
 
-    ``needed``: whether anything before it asks for the latter.
+
+def add(gradients: Parts, value: int, part: Tensor) -> None:
+    """Add to the gradient of a value."""
+    total = gradients.get(value)
+    # Autograd may have given the same tensor for something else as well: not to be written.
+    gradients[value] = part if total is None else total + part
+
+
+def through_norm(passage: Passage, gradients: Sequence[Parts], totals: Totals, keep: bool) -> None:
+    """Turn gradients of what a batch norm made into those of what it was given.
+
+    Parameters
+    ----------
+    gradients
+        Of each slice.
+    keep
+        Whether there may be another backward.
     """
-    opening, norm = passage.opening, passage.stage.norm
+    opening, stage = passage.opening, passage.stage
     assert isinstance(opening, Normalising)
-    assert norm is not None
+    assert stage.norm is not None
+    parts = [slice_.pop(stage.enters, None) for slice_ in gradients]
     if any(part is None for part in parts):
         # Nothing that comes after it depends on what it made.
         return
-    sums = opening.sums(passage.begins(), parts)
-    for position, total in norm.gradients(sums):
+    sums = opening.sums((begins[stage.enters] for begins in passage.begins), parts)
+    for position, total in stage.norm.gradients(sums):
         totals.add(position, total)
-    for index in range(len(parts)):
-        begin = passage.begin(index, keep)
+    for index, begins in enumerate(passage.begins):
+        # Its node holds the slice of the input.
+        begin = begins[stage.enters] if keep else begins.pop(stage.enters)
         part, parts[index] = parts[index], None
-        if needed and part is not None:
-            parts[index] = opening.input_gradient(begin, part, sums)
+        if stage.given in passage.needs and part is not None:
+            add(gradients[index], stage.given, opening.input_gradient(begin, part, sums))

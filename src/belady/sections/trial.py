@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from belady.errors import SectionError
 from belady.ir.plan import Section
 from belady.measure.untouched import untouched
-from belady.sections.stages import modules_in, run_steps
+from belady.sections.stages import modules_in
 from belady.sections.standins import StandIns
 from belady.sections.wrap import locate
 
@@ -65,7 +65,7 @@ def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
         refuses to run.
     """
     owner, stretch = locate(model, section, StandIns())
-    modules = modules_in(stretch.steps(owner))
+    modules = modules_in(stretch.line(owner))
     parameters = [
         parameter
         for module in modules
@@ -87,7 +87,7 @@ def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
             buffers = [buffer.clone() for buffer in _buffers(modules)]
             return [[result.detach()], list(gradients), [*buffers]]
 
-    whole = once(lambda x: run_steps(stretch.steps(owner), x))
+    whole = once(lambda x: _tensor(stretch.unsectioned(owner, x)))
     cut = once(lambda x: _tensor(stretch(owner, x)))
     outputs, gradients, buffers = map(_difference, whole, cut)
     found = Trial(outputs, gradients, buffers, _tolerance(whole, few))

@@ -16,14 +16,12 @@ from belady.sections.call import SlicedCall
 from belady.sections.dropout import Drawing
 from belady.sections.slices import bounds
 from belady.sections.stages import (
-    Step,
+    Line,
     is_sequential,
+    line_of,
     modules_in,
-    own_steps,
+    own_line,
     refuse_unfit,
-    run_steps,
-    split,
-    steps_of,
 )
 from belady.sections.standins import StandIns
 
@@ -97,35 +95,39 @@ class Stretch:
     children: tuple[str, ...]
     stand_ins: StandIns
 
-    def steps(self, owner: nn.Module) -> list[Step]:
-        """What it consists of today: a child may have been replaced."""
-        if not self.children:
-            return own_steps(owner)
+    def line(self, owner: nn.Module) -> Line:
+        """What it consists of today: a child may have been replaced, an attribute changed."""
+        return line_of(self._modules(owner)) if self.children else own_line(owner)
+
+    def _modules(self, owner: nn.Module) -> list[nn.Module]:
         children = [owner._modules[child] for child in self.children]
-        return list(steps_of(child for child in children if child is not None))
+        return [child for child in children if child is not None]
 
     def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run on one tensor."""
         if not torch.is_grad_enabled():
-            return self._unsectioned(owner, *args, **kwargs)
-        steps = self.steps(owner)
-        modules = modules_in(steps)
+            return self.unsectioned(owner, *args, **kwargs)
+        line = self.line(owner)
+        modules = modules_in(line)
         parameters = _trainable(modules)
         whole = self._only_tensor(args, kwargs)
         if whole.shape[0] < self.slices or not (whole.requires_grad or parameters):
-            return self._unsectioned(owner, *args)
-        refuse_unfit(self.name, steps)
+            return self.unsectioned(owner, *args)
+        refuse_unfit(self.name, line)
         del args
         cut = bounds(whole.shape[0], self.slices)
         drawing = Drawing(self.name, cut)
         with self.stand_ins.standing(modules, drawing.forwards(modules)) as aliases:
-            stages = split(steps, {alias: at for at, alias in enumerate(aliases.values())})
-            return SlicedCall(self.name, stages, cut, aliases, drawing).run(whole)
+            return SlicedCall(self.name, line, cut, aliases, drawing).run(whole)
 
-    def _unsectioned(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def unsectioned(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run as the modules would without sections."""
         if not self.children:
             return plain_forward(owner)(*args, **kwargs)
-        return run_steps(self.steps(owner), *args)
+        (tensor,) = args
+        for module in self._modules(owner):
+            tensor = module(tensor)
+        return tensor
 
     def _only_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim():
@@ -196,7 +198,7 @@ def locate(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.
                 f"and these belong to {type(owner).__name__}; name that, or one of them"
             )
         stretch = Stretch(title, section.slices, children, stand_ins)
-    refuse_unfit(title, stretch.steps(owner))
+    refuse_unfit(title, stretch.line(owner))
     return owner, stretch
 
 
