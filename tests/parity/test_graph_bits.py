@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,58 @@ class Two(Tied):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = super().forward(x)
         return x, self.other(x)
+
+
+class Apart(Tied):
+    """Gives two results, a view among them, that have no parameter in common."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(super().forward(x)), self.other(x).view(-1)
+
+
+class Passing(Apart):
+    """The graph breaks before its results are complete."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = super().forward(x)
+        torch._dynamo.graph_break()
+        return one.sin(), two.cos()
+
+
+class Handing(Apart):
+    """Its results go through one function of the user's."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = super().forward(x)
+        handed: tuple[Tensor, Tensor] = Hand.apply(one, two)
+        return handed
+
+
+class Hand(torch.autograd.Function):
+    """Gives on two tensors and their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        return one.clone(), two.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients
+
+
+def first(model: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = model(x)[0]
+    return result.square().sum()
+
+
+def second(model: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = model(x)[1]
+    return result.square().sum()
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:
@@ -225,16 +278,53 @@ def test_a_backward_that_asked_for_less_is_no_other_gradient() -> None:
 
 
 def test_results_that_are_not_used_are_said() -> None:
-    same, run = trained(Two, lambda model, x: model(x)[0].sum())
-    assert not same
+    same, run = trained(Two, first)
+    assert same
     assert run.plan.numerics == ("unused results",)
-    assert "where plain PyTorch leaves None" in run.notes[0]
+    assert "where plain PyTorch adds none" in run.notes[0]
 
 
 def test_results_that_are_used_are_not() -> None:
     same, run = trained(Two, both)
     assert same
     assert run.plan.numerics == ()
+
+
+@pytest.mark.parametrize("loss", [first, second])
+@pytest.mark.parametrize("make", [Apart, Passing], ids=["one graph", "two graphs"])
+def test_what_leads_to_unused_results_alone_gets_none(
+    make: Callable[[], nn.Module], loss: Loss
+) -> None:
+    same, run = trained(make, loss)
+    assert same
+    assert run.plan.numerics == ()
+    model = made(make)
+    with within(model, exact=True):
+        assert alike(gradients(model, loss), make, loss)
+
+
+def test_another_backward_of_one_forward_may_use_other_results() -> None:
+    def grads(model: nn.Module) -> list[list[Tensor | None]]:
+        results, found = model(torch.ones(2, WIDTH)), []
+        for result in results:
+            result.sum().backward(retain_graph=True)
+            found.append([it.grad for it in model.parameters()])
+            model.zero_grad()
+        return found
+
+    model = made(Apart)
+    with within(model):
+        found = grads(model)
+    assert [[it is None for it in of] for of in found] == [
+        [it is None for it in of] for of in grads(made(Apart))
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_function_that_sees_to_gradients_itself_gets_zeros_as_in_plain_pytorch() -> None:
+    same, run = trained(Handing, first)
+    assert same
+    assert run.plan.numerics == ("unused results",)
 
 
 def test_exact_refuses_results_that_are_not_used() -> None:

@@ -9,6 +9,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+_MISSING = "belady: gradients that nobody gives"
+
 
 def keeps_graph() -> bool:
     """Whether the backward under way may be asked for again (``retain_graph``)."""
@@ -32,27 +34,49 @@ def when_asked_for_more(refuse: Callable[[], None]) -> None:
     handle = torch._C._current_autograd_node().register_hook(after)
 
 
-def when_in_part(results: Sequence[Any], number: int, tell: Callable[[], None]) -> None:
-    """Call ``tell`` before a backward of a graph that gets less than ``number`` gradients.
+def when_in_part(
+    results: Sequence[Any],
+    inputs: Sequence[Any],
+    number: int,
+    tell: Callable[[frozenset[int] | None], None],
+) -> None:
+    """Look before each backward of a graph which of its ``number`` gradients nobody gives.
 
-    Those that are missing are zeros then.
+    They are zeros then; `missing` has their numbers.
 
     Parameters
     ----------
-    results
+    results, inputs
         Of the graph's forward.
+    tell
+        Called where there are any, with their numbers, or None if they cannot be told apart.
     """
-    nodes = [it.grad_fn for it in results if isinstance(it, torch.Tensor) and it.grad_fn]
+    theirs = {it.grad_fn for it in inputs if isinstance(it, torch.Tensor)}
+    tensors = [it for it in results if isinstance(it, torch.Tensor) and it.grad_fn]
+    edges: list[tuple[Any, int]] = [(it.grad_fn, it.output_nr) for it in tensors]
     # A view is made of what the graph gives, beside it.
-    nodes += [node for it in nodes for node, _ in it.next_functions if node]
+    edges += [edge for node, _ in edges for edge in node.next_functions if edge[0]]
+    nodes = [node for node, _ in edges if node not in theirs]
     ours = next((node for node in nodes if node.name() == "CompiledFunctionBackward"), None)
+    places = sorted({place for node, place in edges if node is ours})
+    known = len(places) == number
 
     def look(gradients: Sequence[torch.Tensor | None]) -> None:
+        absent = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
+        node: Any = torch._C._current_autograd_node()
+        node.metadata[_MISSING] = absent if known else frozenset()
         if sum(it is not None for it in gradients) < number:
-            tell()
+            tell(absent if known else None)
 
     if ours is not None:
         ours.register_prehook(look)
+
+
+def missing() -> frozenset[int]:
+    """Numbers of the gradients that the backward under way was not given, where they are known."""
+    node: Any = torch._C._current_autograd_node()
+    found: frozenset[int] = node.metadata.get(_MISSING, frozenset())
+    return found
 
 
 def when_joined(

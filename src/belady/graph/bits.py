@@ -5,14 +5,15 @@ A graph that uses the tensor twice hands out one gradient for both: ``(a + b) + 
 differ where others add to such a sum in the same backward. They cannot where all gradients come
 from one call of one graph, or where there are two in all.
 
-*Unused results.* Backward of a graph is one function of the gradients of all results. A result that
-the loss does not use counts as one with a gradient of zero: what leads to it alone gets zeros where
-plain PyTorch leaves None, and optimizers then step, decay and keep state.
+*Unused results.* Backward of a graph is one function of the gradients of all results. What leads to
+none but results that the loss does not use gets None, as in plain PyTorch. What leads to others as
+well gets a sum with a gradient of zero, and zero times infinity is NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from belady.errors import GraphError
 from belady.graph import autograd, doors
 from belady.graph.joint import Joint
+from belady.graph.ops import sequence_of
 
 if TYPE_CHECKING:
     from belady.graph.capture import Captured
@@ -33,8 +35,8 @@ _SAID = {
         "same backward: the order of the sum is not plain PyTorch's, which can change the last bits"
     ),
     "unused results": (
-        "{} gives results that the loss does not use: what leads to them alone gets gradients of "
-        "zero, where plain PyTorch leaves None"
+        "{} gives results that the loss does not use, from what leads to used ones too: a gradient "
+        "of zero is added for them, where plain PyTorch adds none"
     ),
 }
 
@@ -53,6 +55,25 @@ def summed(joint: Joint) -> tuple[int, ...]:
         and backward.issuperset(result.all_input_nodes)
         and uses.count(primal) > 1
     )
+
+
+def reached(joint: Joint) -> tuple[frozenset[int], ...]:
+    """For each gradient that backward gives, the numbers of the tangents that lead to it.
+
+    All that one node of autograd computes counts as coming from all that it gets.
+    """
+    nothing = frozenset[int]()
+    known = {node: frozenset((number,)) for number, node in enumerate(joint.tangents)}
+    for _, run in groupby(joint.backward, sequence_of):
+        steps = tuple(run)
+        inputs = (known.get(node, nothing) for step in steps for node in step.inputs)
+        known |= dict.fromkeys((n for step in steps for n in step.made), nothing.union(*inputs))
+    return tuple(known.get(result, nothing) for result in joint.backward_outputs)
+
+
+def in_part(reached: Sequence[frozenset[int]], missing: frozenset[int]) -> bool:
+    """Whether a gradient comes from some that are ``missing`` and others, as far as is known."""
+    return not reached or any(missing & of and not of <= missing for of in reached)
 
 
 def _arguments(node: fx.Node) -> list[Any]:
@@ -87,8 +108,9 @@ class Bits:
         if joint is None or not graph.summed:
             return
         tensors = [n for n in joint.primals if isinstance(doors.fake_value(n), torch.Tensor)]
-        places = [tensors.index(joint.primals[place]) for place in graph.summed]
-        gradients = [results[place] for place in graph.summed]
+        given = [place for place in graph.summed if results[place] is not None]
+        places = [tensors.index(joint.primals[place]) for place in given]
+        gradients = [results[place] for place in given]
 
         def joined() -> None:
             self.found("gradient sums", name)

@@ -13,7 +13,7 @@ from torch import fx
 
 from belady.errors import GraphError, TraceError
 from belady.graph import autograd, doors
-from belady.graph.bits import summed
+from belady.graph.bits import in_part, reached, summed
 from belady.graph.contents import Contents
 from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
@@ -136,15 +136,27 @@ class Captured:
         What reports call it: the root of which it is a part.
     summed
         Numbers of the gradients that it sums itself.
+    reached
+        For each gradient that it gives, the numbers of those of its results that lead to it; empty
+        where that is not known.
+
+    Parameters
+    ----------
+    sums
+        Whether it may sum gradients.
+    opaque
+        Whether it calls functions that see to gradients themselves.
     """
 
-    def __init__(self, host: Host, *, sums: bool = True) -> None:
+    def __init__(self, host: Host, *, sums: bool = True, opaque: bool = False) -> None:
         self._host = host
         self._sums = sums
+        self._opaque = opaque
         self.name = ""
         self.joint: Joint | None = None
         self.layout = Layout()
         self.summed: tuple[int, ...] = ()
+        self.reached: tuple[frozenset[int], ...] = ()
 
     @cached_property
     def as_saved(self) -> Program:
@@ -168,6 +180,7 @@ class Captured:
         if not self._sums:
             refuse_sums(parts)
         self.summed = summed(parts)
+        self.reached = () if self._opaque else reached(parts)
         layout = Layout.of(parts, self._host.device)
         self.joint, self.layout = parts, layout
         self._host.captured(self)
@@ -178,16 +191,27 @@ class Captured:
     def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, which is this graph made runnable, with an eye on what of it is used."""
         joint, host = self.joint, self._host
-        if joint is None or len(joint.tangents) < 2:
+        if joint is None:
             return run
+
+        def look(missing: frozenset[int] | None) -> None:
+            if missing is None or in_part(self.reached, missing):
+                host.unused(self)
 
         def watched(*args: Any) -> Any:
             results = run(*args)
-            tangents = len(joint.tangents)
-            autograd.when_in_part(results, tangents, lambda: host.unused(self))
+            autograd.when_in_part(results, args, len(joint.tangents), look)
             return results
 
         return watched
+
+    def left_none(self, results: list[Any]) -> list[Any]:
+        """Gradients of the backward under way, without those to which nothing leads that it got."""
+        missing = autograd.missing()
+        if not missing or not self.reached:
+            return results
+        pairs = zip(results, self.reached, strict=True)
+        return [None if of and of <= missing else result for result, of in pairs]
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> doors.Runner:
         """How forward runs."""
@@ -237,7 +261,7 @@ def backend_of(host: Host, *, strict: bool = False, sums: bool = True) -> Callab
         alive = known()
         assert alive is not None
         try:
-            captured = Captured(alive, sums=sums)
+            captured = Captured(alive, sums=sums, opaque=doors.calls_own_functions(module))
             return captured.watching(doors.compile_joint(module, inputs, captured))
         except TraceError as error:
             if strict:
@@ -263,6 +287,7 @@ def _backward(args: list[Any]) -> list[Any]:
     saved = state.take(keep=keep)
     with below_autograd():
         results = turn.program.backward(saved, args, turn.contents, turn.watch)
+    results = state.graph.left_none(results)
     host.left_backward(state, results)
     return results
 

@@ -33,6 +33,7 @@ __all__ = [
     "NotCaptured",
     "as_boxed",
     "breaks",
+    "calls_own_functions",
     "compile_forward",
     "compile_joint",
     "fake_value",
@@ -100,6 +101,13 @@ def compile_joint(
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise TraceError(str(error)) from error
     return compiled
+
+
+def calls_own_functions(module: fx.GraphModule) -> bool:
+    """Whether what Dynamo captured calls a user's `torch.autograd.Function`."""
+    graphs = (it.graph for it in module.modules() if isinstance(it, fx.GraphModule))
+    targets = (node.target for graph in graphs for node in graph.nodes)
+    return any("autograd_function_apply" in str(target) for target in targets)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
