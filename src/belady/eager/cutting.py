@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -130,7 +130,10 @@ def _workspace_share(module: nn.Module, device: torch.device) -> float:
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:
-    """Paths of the children of every Sequential in ``model``, then of others, innermost first."""
+    """Paths of the children of every Sequential in ``model``, then of others, innermost first.
+
+    The empty path stands for ``model`` itself.
+    """
     found = []
     for name, module in model.named_modules():
         if is_sequential(module):
@@ -138,7 +141,8 @@ def chains(model: nn.Module) -> list[tuple[str, ...]]:
             found.append(tuple(f"{prefix}{child}" for child, _ in module.named_children()))
     chained = {name for chain in found for name in chain}
     alone = [name for name, _ in model.named_modules() if name and name not in chained]
-    return found + [(name,) for name in sorted(alone, key=lambda name: -name.count("."))]
+    alone.sort(key=lambda name: -name.count("."))
+    return found + [(name,) for name in (*alone, "")]
 
 
 def _may(
@@ -197,7 +201,7 @@ def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[
 
 
 def _sentence(section: Section) -> str:
-    ends: Sequence[str] = list(dict.fromkeys((section.modules[0], section.modules[-1])))
+    ends = [it or "the model" for it in dict.fromkeys((section.modules[0], section.modules[-1]))]
     run = "run" if len(ends) > 1 else "runs"
     return (
         f"{' to '.join(ends)} {run} in {section.slices} slices along the batch, since one op was "

@@ -120,7 +120,7 @@ class _Search:
         """Sections with which module ``at`` is no longer that much over, least change first."""
         for modules, slices in self._candidates(chosen, at):
             section = Section(modules, slices)
-            rest = tuple(it for it in chosen if not set(it.modules) & set(modules))
+            rest = tuple(it for it in chosen if not _overlap(it.modules, modules))
             sections = tuple(sorted((*rest, section), key=lambda it: it.modules))
             if not self._is_allowed(section):
                 continue
@@ -191,4 +191,8 @@ def _lower(sizes: Sequence[int], index: int) -> bool:
 
 
 def _inside(path: str, modules: Sequence[str]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in modules)
+    return any(not name or path == name or path.startswith(f"{name}.") for name in modules)
+
+
+def _overlap(one: Sequence[str], other: Sequence[str]) -> bool:
+    return any(_inside(name, other) for name in one) or any(_inside(name, one) for name in other)

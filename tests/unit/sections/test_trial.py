@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from belady.errors import SectionError
 from belady.ir.plan import Section
 from belady.sections.trial import TOLERANCES, Trial, trial
+from benchmarks.workloads.residual import ResNet
 from tests.unit.sections.comparing import children
 
 
@@ -86,6 +87,23 @@ def test_what_differs_is_refused(module: nn.Module) -> None:
         trial(model, children(range(2), 3), torch.randn(9, 4))
     assert getattr(module, "calls", 0) == 0
     assert random.getstate() == python
+
+
+def test_what_many_norms_make_of_rounding_is_tried_in_float64() -> None:
+    torch.manual_seed(0)
+    model, x = ResNet((3, 4, 6, 3), 4), torch.randn(4, 3, 32, 32)
+    before = [(it, it.clone()) for it in model.state_dict(keep_vars=True).values()]
+    found = trial(model, Section(("",), 2), x)
+    assert found.tolerance == TOLERANCES[torch.float64]
+    assert max(found.outputs, found.gradients, found.buffers) <= found.tolerance
+    for tensor, value in before:
+        assert tensor.dtype is value.dtype
+        assert torch.equal(tensor, value)
+    after = model.state_dict(keep_vars=True).values()
+    assert all(a is b for a, (b, _) in zip(after, before, strict=True))
+    broken = nn.Sequential(model, Leaning(0.01))
+    with pytest.raises(SectionError, match="in float64"):
+        trial(broken, children(range(2), 2), x)
 
 
 def test_a_refusal_to_run_is_passed_on() -> None:
