@@ -86,6 +86,82 @@ def _held_between(trace: Trace, stretch: Stretch, at: int, storage: int) -> bool
     return one != other and ".".join(common) in {*stretch.apart, ""}
 
 
+class Copies:
+    """Writes the copies that modules of a later stage read of what an earlier one has."""
+
+    def __init__(self, writing: Rewriting, stretch: Stretch) -> None:
+        self._writing = writing
+        self._stretch = stretch
+        self._made: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        self._left: list[tuple[Draft, int]] = []
+        self._steps = _steps(writing.trace, stretch)
+
+    def copy(self, stage: int, part: int, like: Op) -> None:
+        """At the beginning of a stage of a slice: copy, and read the copies from here on."""
+        writing = self._writing
+        made = self._made[stage, part] = []
+        for value, last in self._read_by_modules(stage).items():
+            original = writing.value(value, part)
+            writing.extra("clone.default", like, [original])
+            before = writing.draft(original)
+            copy = writing.born(replace(before, birth=len(writing.ops) - 1, released=-1))
+            made.append((value, original, copy))
+            writing.name(value, part, copy)
+            if last:
+                self._left.append((before, len(writing.ops)))
+            for at in self._own(stage):
+                writing.copies[value, part, at] = copy
+
+    def done(self, stage: int, part: int) -> None:
+        """At the end of it: the stage lets go of the copies."""
+        writing, trace = self._writing, self._writing.trace
+        for value, _, copy in self._made[stage, part]:
+            step = next(
+                step
+                for step in reversed(self._steps)
+                if self._stretch.stages[step[0]] == stage
+                and any(value in trace.ops[at].reads for at in step)
+            )
+            places = (writing.places.get((at, part), -1) for at in step)
+            writing.draft(copy).released = 1 + max(places)
+        self.read(stage, part, copies=False)
+
+    def read(self, stage: int, part: int, *, copies: bool) -> None:
+        """From here on ops read the copies of a stage, or what was copied."""
+        for value, original, copy in self._made[stage, part]:
+            self._writing.name(value, part, copy if copies else original)
+
+    def release(self) -> None:
+        """What nothing reads any more once it is copied is let go of."""
+        for draft, boundary in self._left:
+            draft.released = boundary
+
+    def _read_by_modules(self, stage: int) -> dict[int, bool]:
+        """Values from earlier stages, and whether no later stage reads them."""
+        stretch, ops = self._stretch, self._writing.trace.ops
+        stages = stretch.stages
+        earlier = {v for at in stretch.forward if stages[at] < stage for v in ops[at].writes}
+        if stage and stretch.passed_on >= 0:
+            earlier.add(stretch.given)
+        found = dict.fromkeys(
+            value
+            for at in self._own(stage)
+            if ops[at].module not in stretch.apart
+            for value in ops[at].reads
+            if value in earlier and self._is_sliced(value)
+        )
+        later = {value for at in stretch.forward if stages[at] > stage for value in ops[at].reads}
+        return {value: value not in later for value in found}
+
+    def _own(self, stage: int) -> list[int]:
+        stages, norms = self._stretch.stages, self._stretch.norms
+        return [at for at in self._stretch.forward if stages[at] == stage and at not in norms]
+
+    def _is_sliced(self, value: int) -> bool:
+        storage = self._writing.trace.values[value].storage
+        return self._writing.sliced(storage, self._stretch.parts[0]) is not None
+
+
 class Sums:
     """Writes what becomes of gradients that come from a later stage."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from belady.ir.carrying import Sums, release_forward
+from belady.ir.carrying import Copies, Sums, release_forward
 from belady.ir.drawing import Drawing
 from belady.ir.ops import Op
 from belady.ir.slicing import WHOLE, Draft, Rewriting
@@ -26,6 +26,7 @@ class Cut:
         self.node = -1
         self.lasting: list[Draft] = []
         self.sums = Sums(writing, stretch)
+        self.copied = Copies(writing, stretch)
         self.drawing = Drawing(writing, stretch.draws, stretch.drawn, stretch.parts)
 
     # -- forward -----------------------------------------------------------------------------
@@ -47,10 +48,13 @@ class Cut:
                     self._normalise(norm, part, like)
                 else:
                     self._cut(part, like)
+                self.copied.copy(stage, part, like)
                 self._issue([at for at in ops if at not in stretch.norms], part)
+                self.copied.done(stage, part)
                 if stage == stretch.stages[stretch.forward[-1]]:
                     joined = self._join(stretch.made, part, joined, like)
         release_forward(writing, stretch)
+        self.copied.release()
         writing.draft(token).released = len(writing.ops)
         if stretch.passed_on >= 0 or stretch.norms:
             self._lasting(token)
@@ -210,7 +214,9 @@ class Cut:
             own = [at for at in own if at not in late]
             for part in stretch.parts:
                 carried = self.sums.carried(own, part)
+                self.copied.read(stage, part, copies=True)
                 self._issue(own, part)
+                self.copied.read(stage, part, copies=False)
                 for draft in carried:
                     # Whoever asks autograd for gradients holds what it starts from.
                     draft.released = len(writing.ops)

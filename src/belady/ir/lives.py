@@ -66,7 +66,9 @@ class Lives:
         for index, value in enumerate(self.old.values):
             for save in value.saves:
                 for part, moved in self._moved(index, self._labelled(save)):
-                    new = self.writing.value(index, part)
+                    new = self.writing.copies.get((index, part, save.op), -1)
+                    if new < 0:
+                        new = self.writing.value(index, part)
                     found.append(((save.pass_index, moved.op, save.ordinal), new, moved))
         ordinals: dict[int, int] = {}
         for _, new, save in sorted(found, key=lambda item: item[0]):

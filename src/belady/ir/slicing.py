@@ -56,6 +56,8 @@ class Rewriting:
         Old ops of each forward and backward of a stretch, and the new boundary where it ends.
     inside
         All of these ops.
+    copies
+        What ops of a later stage read and save instead: by old value, slice and old op.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -66,6 +68,7 @@ class Rewriting:
         self.places: dict[tuple[int, int], int] = {}
         self.blocks: list[tuple[Sequence[int], int]] = []
         self.inside: set[int] = set()
+        self.copies: dict[tuple[int, int, int], int] = {}
         self._storages: dict[tuple[int, int], int] = {}
         self._values: dict[tuple[int, int], int] = {}
         self._versions: dict[int, int] = {}

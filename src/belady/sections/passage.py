@@ -104,6 +104,9 @@ class Passage:
             held[stage.enters] = parts[stage.enters].detach()
         for value in stage.takes:
             part = held[value] if value in stage.lasts else held.pop(value)
+            if value in stage.copies and (value or self._token(value) is not None):
+                # What two stages save would come back for the first and stay for the second.
+                part = part.clone()
             edge, parts[value] = carried(part, self._token(value))
             if edge is not None:
                 begins[value] = edge

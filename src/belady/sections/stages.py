@@ -41,6 +41,8 @@ class Stage:
         or what goes into the stretch.
     takes
         Other values that its steps read and earlier stages have.
+    copies
+        Those of them that modules read, which may save them once more.
     gives
         Values that its steps make and later stages need.
     lasts
@@ -57,6 +59,7 @@ class Stage:
     given: int
     enters: int
     takes: tuple[int, ...]
+    copies: frozenset[int]
     gives: tuple[int, ...]
     lasts: frozenset[int]
     steps: tuple[Step, ...]
@@ -216,9 +219,10 @@ def _stage(
         for parameter in step.module.parameters()
         if parameter in positions
     )
+    takes = tuple(value for value in read if value not in made and value != enters)
+    by_modules = {value for step in steps if step.module is not None for value in step.reads}
     return Stage(
-        norm, given, enters,
-        tuple(value for value in read if value not in made and value != enters),
+        norm, given, enters, takes, frozenset(by_modules.intersection(takes)),
         tuple(value for value in made if value in needed),
         needed, steps, tuple(map(tuple, drops)), tuple(used),
     )  # fmt: skip
