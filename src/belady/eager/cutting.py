@@ -72,7 +72,8 @@ class Cutting:
         trace
             Static, of this call.
         """
-        share = _workspace_share(module, device)
+        # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
+        share = min(_workspace_share(module, device), _WITH_TENSOR_CORES)
         if not share or not self._may_cut(module):
             return
         asking = with_workspaces(trace, share)
@@ -161,7 +162,7 @@ def _may(
         return False
     try:
         trial(model, section, taken.sample(2 * section.slices, device))
-    except SectionError:
+    except (SectionError, torch.OutOfMemoryError):
         return False
     return True
 

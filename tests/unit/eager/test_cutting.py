@@ -62,3 +62,28 @@ def test_nothing_that_cannot_be_helped_is_cut() -> None:
 )
 def test_who_must_not_or_does_not_cut(policy: Policy) -> None:
     assert not Cutting(policy, gpu()).cut(deep(), CALL, CPU)
+
+
+def test_what_does_not_fit_when_it_is_tried_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(cutting, "trial", scarce)
+    parts = Cutting(Policy("auto", Budget(int(0.95 * floor(deep())))), gpu())
+    assert not parts.cut(deep(), CALL, CPU)
+    assert parts.said == []
+
+
+@pytest.mark.parametrize(("share", "cut"), [(0.0, False), (2.0, True), (6.3, True)])
+def test_room_is_made_beside_workspaces_where_they_would_not_fit(
+    share: float, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "_workspace_share", lambda *_: share)
+    model = deep()
+    trace = static_trace_with_batch(model, CALL, CPU)
+    parts = Cutting(Policy("auto", Budget(int(1.1 * floor(model)))), gpu())
+    parts.make_room(model, CALL, CPU, trace)
+    assert (model in parts) == cut
+    roomy = Cutting(Policy("auto", Budget(10 * floor(deep()))), gpu())
+    roomy.make_room(deep(), CALL, CPU, trace)
+    assert roomy.said == []
