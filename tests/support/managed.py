@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from belady.errors import TierError
 from belady.ir.plan import Assignment, Budget, Decision, Keep, Managed, Plan
 from belady.ir.trace import Trace
+from belady.memory.blocks import Lease
 from belady.memory.lanes import Lanes
-from belady.memory.managed import Lease, ManagedPool
+from belady.memory.managed import ManagedPool
 from belady.memory.paging import Paging
 from tests.support.memory import POISON, CarrierUnderTest
 

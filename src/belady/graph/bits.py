@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,9 +24,6 @@ from belady.errors import GraphError
 from belady.graph import autograd, doors
 from belady.graph.joint import Joint
 from belady.graph.ops import sequence_of
-
-if TYPE_CHECKING:
-    from belady.graph.capture import Captured
 
 _ADD = torch.ops.aten.add.Tensor
 _SAID = {
@@ -102,13 +99,16 @@ class Bits:
         self._exact = exact
         self._handles: list[Any] = []
 
-    def watch(self, graph: Captured, results: Sequence[Any]) -> None:
-        """Look at what becomes of ``results``, with which a backward is about to return."""
-        joint, name = graph.joint, graph.name
-        if joint is None or not graph.summed:
-            return
+    def watch(self, name: str, joint: Joint, sums: Sequence[int], results: Sequence[Any]) -> None:
+        """Look at what becomes of ``results``, with which a backward is about to return.
+
+        Parameters
+        ----------
+        name, joint, sums
+            The root, its graph, and `summed` of that.
+        """
         tensors = [n for n in joint.primals if isinstance(doors.fake_value(n), torch.Tensor)]
-        given = [place for place in graph.summed if results[place] is not None]
+        given = [place for place in sums if results[place] is not None]
         places = [tensors.index(joint.primals[place]) for place in given]
         gradients = [results[place] for place in given]
 

@@ -175,7 +175,9 @@ class Session:
         iteration, _ = state.turn.tag
         if iteration.watched is not None:
             iteration.watched.leave(results)
-        self._planning.bits.watch(state.graph, results)
+        graph = state.graph
+        if graph.joint is not None and graph.summed:
+            self._planning.bits.watch(graph.name, graph.joint, graph.summed, results)
         if not autograd.keeps_graph():
             iteration.open.discard(state)
         current = self._iteration

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from belady.errors import TierFullError
 from belady.memory.lanes import Fence
 from belady.units import format_bytes
-
-if TYPE_CHECKING:
-    from belady.memory.managed import Lease
 
 # The driver keeps track of 2 MiB at a time: no two blocks share one.
 GRAIN_BYTES = 2**21
@@ -78,6 +75,32 @@ class Block:
     here: bool = False
     last: Fence | None = None
     readers: set[Any] = field(default_factory=set)
+
+
+class Lease:
+    """A block in use: by a parcel and by every tensor on its bytes, each of which keeps it.
+
+    Parameters
+    ----------
+    give_back
+        Called with the block when the last of them is gone, by a finalizer.
+    """
+
+    def __init__(self, block: Block, give_back: Callable[[Block], None]) -> None:
+        self.block = block
+        self._give_back = give_back
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.block.used,),
+            "typestr": "|u1",
+            "data": (self.block.pointer, False),
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._give_back(self.block)
 
 
 class Blocks:

@@ -7,14 +7,11 @@ no version of a header matters.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
 
 from belady.errors import TierError
-
-if TYPE_CHECKING:
-    from belady.memory.managed import Lease
+from belady.memory.blocks import Lease
 
 _LIBRARY = "libcuda.so.1"
 _ATTACH_GLOBAL = 1

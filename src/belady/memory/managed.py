@@ -24,40 +24,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 import torch
 
 from belady.errors import TierError
 from belady.ir.timeline import Lane
-from belady.memory.blocks import Block, Blocks, Driver
+from belady.memory.blocks import Block, Blocks, Driver, Lease
 from belady.memory.lanes import Fence, Lanes, current_stream
-
-
-class Lease:
-    """A block in use: by a parcel and by every tensor on its bytes, each of which keeps it.
-
-    Parameters
-    ----------
-    give_back
-        Called with the block when the last of them is gone, by a finalizer.
-    """
-
-    def __init__(self, block: Block, give_back: Callable[[Block], None]) -> None:
-        self.block = block
-        self._give_back = give_back
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.block.used,),
-            "typestr": "|u1",
-            "data": (self.block.pointer, False),
-            "version": 3,
-        }
-
-    def __del__(self) -> None:
-        self._give_back(self.block)
 
 
 class ManagedPool:
