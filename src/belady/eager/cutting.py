@@ -109,8 +109,12 @@ class Cutting:
         except TraceError:
             return None
 
+        tried: dict[tuple[str, ...], bool] = {}
+
         def may(section: Section) -> bool:
-            return _may(module, section, trace, inputs, device)
+            if section.modules not in tried:
+                tried[section.modules] = _may(module, section, trace, inputs, device)
+            return tried[section.modules]
 
         asking, budget = with_workspaces(trace, share), self._policy.budget
         for room in _ROOM:

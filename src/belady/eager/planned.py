@@ -20,10 +20,10 @@ from belady.eager.content import Kept
 from belady.eager.digests import Digests
 from belady.eager.handles import PlannedKept, PlannedSaved
 from belady.eager.replay import Recipes, Recomputed, Source, chains
-from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, tables
+from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, tables, tiers
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Managed, Offload, Plan, Recompute
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Trace
 from belady.memory.carrier import Carrier
 from belady.memory.contents import Moved, Packed, Paged
 from belady.memory.geometry import movable
@@ -90,7 +90,7 @@ class Planned:
         self.calls = recipes.follower() if self._chains else None
         self._needed = {value for chain in self._chains.values() for value in chain.saved}
         self._tables = tables(trace, plan, self._needed)
-        self._tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
+        self._tiers = tiers(plan)
         self._reads = {
             v: sum(len(save.reads) for save in trace.values[v].saves) for v in plan.decisions
         }
@@ -160,8 +160,7 @@ class Planned:
             demand_unchanged(tensor, version)
             return tensor
         self._reads_at(handle.read, handle.iteration)
-        taken: torch.Tensor = handle.take()
-        return taken
+        return handle.take()  # type: ignore[no-any-return]
 
     def _reads_at(self, boundary: int, iteration: int) -> None:
         # A graph of an earlier iteration may be read late: its boundaries say nothing of this one.
@@ -197,7 +196,7 @@ class Planned:
         made = PlannedSaved(tensor, content, entry.read, self._iteration) if content else None
         spent = perf_counter() - begun
         self.host_seconds += spent
-        if type(content) is not Moved:
+        if not isinstance(content, Moved):
             self.replay_seconds += spent
         return made
 
@@ -228,17 +227,18 @@ class Planned:
     def _make(self, tensor: torch.Tensor, entry: Entry) -> Moved | Packed | Recomputed | None:
         if isinstance(entry.decision, Recompute):
             return self._recomputed(tensor, entry)
-        if isinstance(entry.decision, (Offload, Managed)):
-            if isinstance(entry.decision, Managed):
-                moved: Moved = Paged(tensor, self._carrier, entry.decision)
-            else:
-                moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
-            moved.label = entry.value
-            return moved
-        packed = Packed.of(tensor)
-        if packed is None:
-            self._default("encoding gains nothing")
-        return packed
+        moved: Moved
+        if isinstance(entry.decision, Offload):
+            moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
+        elif isinstance(entry.decision, Managed):
+            moved = Paged(tensor, self._carrier, entry.decision)
+        else:
+            packed = Packed.of(tensor)
+            if packed is None:
+                self._default("encoding gains nothing")
+            return packed
+        moved.label = entry.value
+        return moved
 
     def _recomputed(self, tensor: torch.Tensor, entry: Entry) -> Recomputed | None:
         chain = self._chains[entry.value]
@@ -282,7 +282,7 @@ class Planned:
             return
         begun = perf_counter()
         if action.step == OUT:
-            content.send(self._tiers.get(action.value, Tier.HOST))
+            content.send(self._tiers[action.value])
         elif action.step == FREE:
             content.free()
         else:

@@ -9,7 +9,7 @@ import torch
 
 from belady.ir.plan import Decision, Managed, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
-from belady.ir.trace import Trace
+from belady.ir.trace import Tier, Trace
 
 
 class Entry(NamedTuple):
@@ -94,6 +94,12 @@ def tables(trace: Trace, plan: Plan, sources: Container[int]) -> list[list[Entry
             decision is None and value not in sources,
         )
     return found
+
+
+def tiers(plan: Plan) -> dict[int, Tier]:
+    """Where each value that leaves the device goes."""
+    leaving = ((v, d) for v, d in plan.decisions.items() if isinstance(d, (Offload, Managed)))
+    return {v: d.tier if isinstance(d, Offload) else Tier.HOST for v, d in leaving}
 
 
 def actions(trace: Trace, plan: Plan) -> list[Action]:

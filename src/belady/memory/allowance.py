@@ -13,8 +13,7 @@ from math import nextafter
 
 import torch
 
-# What torch takes at least for a large block, in segments of either kind.
-_PAGE = 20 * 2**20
+from belady.memory.cap import PAGE_BYTES
 
 
 @contextmanager
@@ -42,4 +41,4 @@ def allowance(device: torch.device, nbytes: int) -> Iterator[None]:
 
 def pages(nbytes: int) -> int:
     """``nbytes`` in whole pages."""
-    return -(-nbytes // _PAGE) * _PAGE
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -13,7 +13,7 @@ import torch
 
 _MIB = 2**20
 # What torch maps at least, of an expandable segment of large blocks.
-_PAGE = 20 * _MIB
+PAGE_BYTES = 20 * _MIB
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -105,7 +105,7 @@ class _Cap:
         wanted = max(0, sum(self._open) - sum(self._elsewhere.values()))
         if not self._configured:
             # The allocator compares before it rounds what it maps up to whole pages.
-            wanted = max(wanted - _PAGE, _PAGE)
+            wanted = max(wanted - PAGE_BYTES, PAGE_BYTES)
         fraction = min(1.0, wanted / total)
         torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
