@@ -164,3 +164,19 @@ def test_links_that_agree_or_are_not_waited_for_stay(share: float) -> None:
     assert with_links_of(TRACE_FAST, plan, gpu(), [timed(share * seconds)]) is None
     # Where nothing waits for a copy, kernels are what was too slow.
     assert with_links_of(TRACE_FAST, EVERYTHING_KEPT, gpu(), [timed(0.5 * seconds)]) is None
+
+
+def test_links_beside_kernels_are_as_slow_as_an_iteration_waits_for_them() -> None:
+    plan = plan_of(TRACE_FAST, Offload(Tier.HOST, 0, 1, 3, 3))
+    slow = replace(gpu(), links=tuple(_slower(link, 1.15) for link in gpu().links))
+    truth, probed = simulate(TRACE_FAST, slow, plan), simulate(TRACE_FAST, gpu(), plan)
+    seen = replace(timed(truth.seconds), stall_seconds=truth.stall_seconds)
+    found = with_links_of(TRACE_FAST, plan, gpu(), [timed(99.0), seen])
+    assert found is not None
+    assert simulate(TRACE_FAST, found, plan).seconds == pytest.approx(truth.seconds, rel=0.01)
+    # What is longer for another reason, or waits no longer than the noise, says nothing of links.
+    for agreed in (
+        replace(seen, stall_seconds=probed.stall_seconds),
+        replace(seen, ended=probed.seconds),
+    ):
+        assert with_links_of(TRACE_FAST, plan, gpu(), [agreed]) is None
