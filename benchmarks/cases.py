@@ -74,9 +74,12 @@ class Case:
     def together(self) -> str:
         """Cases with one such name, next to one another, may share a process.
 
-        Not one that finds a cap and one that needs it.
+        Not one that finds a cap and one that needs it, nor two engines: once anything is compiled
+        the eager one recomputes nothing.
         """
-        same = replace(self, method="", budget=_OF if self.peer else "", equal_steps=0)
+        engine = next((it for prefix, it in ENGINES.items() if self.method.startswith(prefix)), "")
+        compiled = engine if engine != ENGINES[OURS] else ""
+        same = replace(self, method=compiled, budget=_OF if self.peer else "", equal_steps=0)
         return same.key
 
     @property

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
-from benchmarks.cases import BOUND, OURS, Case
+from benchmarks.cases import BOUND, OURS, OWN, Case
 from benchmarks.run import add_how, execute, how, sizes_of
 from benchmarks.suites import PEER_NAMES
 
@@ -27,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="bf16", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
-    parser.add_argument("--policy", action="append", help="of ours; auto unless given")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        help="POLICY, or with its engine, as in belady-inductor:POLICY; auto unless given",
+    )
     parser.add_argument("--peer", action="append", choices=PEER_NAMES, help="all unless given")
     parser.add_argument("--ladder", type=int, nargs="+", default=LADDER, metavar="PERCENT")
     parser.add_argument("--equal-steps", type=int, default=6, help="then results are compared")
@@ -60,14 +65,15 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """
     net, steps = arguments.workload, arguments.equal_steps
     yield Case(net, "plain", "none")
-    policies = [OURS + name for name in arguments.policy or ("auto",)]
-    for percent in arguments.ladder:
-        for method in (*policies, BOUND):
+    given = arguments.policy or ("auto",)
+    policies = [name if name.startswith(OWN) else OURS + name for name in given]
+    for method in (BOUND, *policies):
+        for percent in arguments.ladder:
             yield Case(net, method, f"{percent}%", shared=True)
-    for method in policies:
-        yield Case(net, method, "smallest", equal_steps=steps, shared=True)
+        if method != BOUND:
+            yield Case(net, method, "smallest", equal_steps=steps, shared=True)
     peers = arguments.peer or PEER_NAMES
     for method in peers:
         yield Case(net, method, "smallest", equal_steps=steps)
-    for method in peers:
-        yield Case(net, policies[0], f"100%:{method}", shared=True)
+    for policy, method in product(policies, peers):
+        yield Case(net, policy, f"100%:{method}", shared=True)

@@ -72,7 +72,7 @@ def _targets() -> Iterable[Case]:
         ("googlenet", {}),
         ("resnet152", {}),
         ("vit", {"batch": 128}),
-        ("gpt2", {}),
+        ("gpt2", {"batch": 16}),
     ):
         yield from _against_peers(net, peers, sizes=tuple(sizes.items()))
 

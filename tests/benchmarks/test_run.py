@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import records, run
+from benchmarks import frontier, records, run
 from benchmarks.cases import Case, from_json, key_of
 from benchmarks.plot import points
 from benchmarks.processes import grouped, measure
@@ -71,6 +71,16 @@ def test_a_cap_is_found_before_what_needs_it() -> None:
     assert after_caps(cases, {}) == [plain, added, first, listed, second]
     assert after_caps(cases, {first.cap_of("checkpoint")}) == [plain, first, listed, second]
     assert first.together == second.together != replace(first, budget="smallest").together
+
+
+def test_what_is_compiled_has_a_process_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    frontier.add_arguments(parser)
+    given = parser.parse_args(["out", "--policy", "belady-graph:auto", "--policy", "auto"])
+    ours = [case for case in frontier.cases(given) if case.shared]
+    groups = [{case.method for case in group} for group in grouped(ours)]
+    assert [it for it in groups if "belady-graph:auto" in it] == [{"belady-graph:auto"}] * 2
+    assert {"belady:auto"} in groups
 
 
 def test_a_cap_of_another_setting_is_another() -> None:
