@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import belady
+from belady.eager import cutting
 from belady.errors import InfeasibleBudgetError
 from belady.ir.run import Run
 from belady.ir.trace import Tier
@@ -118,10 +119,12 @@ def needed(policy: str, exact: bool = False, task: Task = WIDE) -> int:
     return caught.value.smallest_bytes
 
 
-def trained(budget: int, policy: str, task: Task) -> tuple[Training, Run]:
+def trained(
+    budget: int, policy: str, task: Task, iterations: range = ITERATIONS
+) -> tuple[Training, Run]:
     training = Training(task)
     with belady.virtualize(training.models, budget, policy=policy) as vm:
-        training.run(plain, ITERATIONS)
+        training.run(plain, iterations)
         run = vm.run()
         assert re.search(r"(features|mlp)(\.\d to \1\.\d)? runs? in", vm.report())
     assert run is not None
@@ -152,6 +155,18 @@ def test_a_budget_below_one_op_trains_in_slices(policy: str, task: Task) -> None
     assert run.measured.peak(Tier.DEVICE) <= budget
     assert run.measured.defaults == ()
     assert run.plan.numerics == ("sections",)
+
+
+def test_what_was_cut_too_coarsely_trains_in_finer_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed = iter([4 * MIB])
+    monkeypatch.setattr(cutting, "over_budget", lambda *_: next(observed, 0))
+    training, run = trained(int(needed("floor") * 0.6), "auto", WIDE, range(9))
+    assert list(observed) == []
+    expected = Training(WIDE).run(plain, range(9))
+    for name, tensor in expected.model.state_dict().items():
+        torch.testing.assert_close(training.model.state_dict()[name], tensor)
+    assert run.plan.numerics == ("sections",)
+    assert run.measured is not None
 
 
 def test_what_is_called_with_more_than_one_tensor_runs_as_it_is_called() -> None:

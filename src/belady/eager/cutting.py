@@ -24,32 +24,36 @@ from belady.sections.wrap import wrap
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
-# Copies of the parameters that an optimizer may keep, most first: Adam's two, or none.
-_COPIES = (2, 0)
+# Copies of the parameters that an optimizer may keep, most first: Adam's two, momentum, or none.
+_COPIES = (2, 1, 0)
 # Most workspace of cuDNN's algorithms, in bytes of the largest operand: in NCHW on an H200, by
 # `python -m benchmarks kernels --question convolution`.
 _WITH_TENSOR_CORES, _WITHOUT = 2.0, 6.3
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 _ROOM = (0.8, 1.0)
+# How often modules are cut anew where the iteration that was observed needs more than its static
+# trace said, and for how much less each time than what would have done.
+_ANEW, _LESS = 2, 0.98
 
 Call = tuple[Any, Any]
 
 
 class Cutting:
-    """The sections in force.
-
-    Attributes
-    ----------
-    said
-        What a user should know of them, one sentence each.
-    """
+    """The sections in force."""
 
     def __init__(self, policy: Policy, hardware: HardwareProfile) -> None:
-        self.said: list[str] = []
         self._policy = policy
         self._hardware = hardware
         self._undo: dict[nn.Module, Callable[[], None]] = {}
+        self._said: dict[nn.Module, list[str]] = {}
+        self._anew = 0
+        self._allowed = 1.0
+
+    @property
+    def said(self) -> list[str]:
+        """What a user should know of the sections in force, or last in force, one sentence each."""
+        return [sentence for sentences in self._said.values() for sentence in sentences]
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._undo
@@ -91,7 +95,27 @@ class Cutting:
         if not sections:
             return False
         self._undo[module] = wrap(module, sections)
-        self.said += [_sentence(section) for section in sections]
+        self._said[module] = [_sentence(section) for section in sections]
+        return True
+
+    def too_coarse(self, module: nn.Module, trace: Trace) -> bool:
+        """Undo the sections of ``module`` if they do not do; then `cut` cuts finer.
+
+        Parameters
+        ----------
+        trace
+            As observed, with the workspaces and the optimizer's state that there are.
+        """
+        if module not in self._undo or self._anew == _ANEW:
+            return False
+        over = over_budget(trace, self._hardware, self._policy.budget)
+        if over <= 0:
+            return False
+        self._anew += 1
+        budget = self._policy.budget.device_bytes
+        self._allowed *= _LESS * budget / (budget + over)
+        self._undo.pop(module)()
+        del self._said[module]
         return True
 
     def close(self) -> None:
@@ -117,7 +141,7 @@ class Cutting:
             return tried[section.modules]
 
         asking, budget = with_workspaces(trace, share), self._policy.budget
-        for room in _ROOM:
+        for room in dict.fromkeys((*(room * self._allowed for room in _ROOM), _ROOM[-1])):
             within = replace(budget, device_bytes=int(room * budget.device_bytes))
             found = sections_for(asking, self._hardware, within, chains(module), may)
             if found:

@@ -24,7 +24,7 @@ from belady.planners.moves import Case
 # Modules that run one after another, and nothing beside them: the children of one Sequential.
 Chain = Sequence[str]
 # More slices make kernels too small to be of use; a longer stretch does more.
-_SLICES = (2, 4, 8, 16)
+_SLICES = (2, 4, 8, 16, 32, 64)
 _ROUNDS = 16
 
 

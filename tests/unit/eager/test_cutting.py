@@ -12,6 +12,7 @@ from belady.ir.plan import Budget
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
 from belady.planners import smallest_budget
+from belady.planners.sectioning import with_workspaces
 from tests.unit.planners.nets import gpu
 
 CPU = torch.device("cpu")
@@ -30,13 +31,17 @@ def floor(model: nn.Module) -> int:
     return smallest_budget("floor", trace, gpu(), Budget(1 << 40))
 
 
+def counts(parts: Cutting) -> list[int]:
+    return [int(number) for said in parts.said for number in re.findall(r"in (\d+) slices", said)]
+
+
 def slices(budget: int) -> list[int]:
     model = deep()
     parts = Cutting(Policy("auto", Budget(budget)), gpu())
     assert parts.cut(model, CALL, CPU)
     assert model in parts
     parts.close()
-    return [int(number) for said in parts.said for number in re.findall(r"in (\d+) slices", said)]
+    return counts(parts)
 
 
 def test_slices_leave_room_for_what_a_plan_keeps_beside_them(
@@ -87,3 +92,31 @@ def test_room_is_made_beside_workspaces_where_they_would_not_fit(
     roomy = Cutting(Policy("auto", Budget(10 * floor(deep()))), gpu())
     roomy.make_room(deep(), CALL, CPU, trace)
     assert roomy.said == []
+
+
+def test_what_needs_more_than_foretold_is_cut_finer() -> None:
+    model = deep()
+    parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu())
+    assert parts.cut(model, CALL, CPU)
+    coarse = parts.said
+    observed = with_workspaces(static_trace_with_batch(deep(), CALL, CPU), 0.5)
+    assert parts.too_coarse(model, observed)
+    assert model not in parts
+    assert parts.said == []
+    assert parts.cut(model, CALL, CPU)
+    assert parts.said not in ([], coarse)
+    # Not for ever: at last a policy has to make do.
+    assert parts.too_coarse(model, observed)
+    assert parts.cut(model, CALL, CPU)
+    assert not parts.too_coarse(model, observed)
+
+
+def test_what_fits_as_foretold_or_is_not_cut_stays_as_it_is() -> None:
+    model = deep()
+    trace = static_trace_with_batch(model, CALL, CPU)
+    parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu())
+    assert not parts.too_coarse(model, trace)
+    assert parts.cut(model, CALL, CPU)
+    small = static_trace_with_batch(deep(), ((torch.rand(2, 3, 32, 32),), {}), CPU)
+    assert not parts.too_coarse(model, small)
+    assert model in parts
