@@ -3,27 +3,30 @@
 The trial makes the choice, for all calls of those shapes on the thread that runs the op, and
 PyTorch keeps it beside the usual one (`belady.memory.algorithms`). To have it run there is nothing
 to do but to turn to the choices beside.
+
+That turns all other convolutions too, for which cuDNN then chooses anew. What those take is seen in
+an iteration under such a plan (`with_beside`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from belady.ir.trace import Algorithm
+from belady.ir.trace import Algorithm, Op, Trace
 from belady.measure.clock import Clock
 from belady.measure.records import tensors_in
 from belady.memory.algorithms import beside
 from belady.memory.allowance import allowance, pages
+from belady.planners.workspace import LEAN, USUAL, convolves
 
-USUAL, LEAN = "usual", "lean"
 # Bytes of workspace that are not worth a trial.
 LITTLE = 64 * 2**20
 # By how much each try asks for less than the one before.
@@ -144,6 +147,47 @@ class Algorithms:
         finally:
             self._clock.stop()
         del made
+
+
+def knowing(op: Op, lean: Algorithm) -> Op:
+    """The op with what it takes usually and beside as its algorithms, fastest first."""
+    usual = Algorithm(USUAL, op.device_seconds, op.workspace_bytes)
+    return replace(op, algorithms=fastest_first((usual, lean)))
+
+
+def fastest_first(algorithms: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
+    """In the order of a Trace."""
+    return tuple(sorted(algorithms, key=lambda algorithm: algorithm.device_seconds))
+
+
+def with_beside(trace: Trace, seen: Trace) -> Trace | None:
+    """The trace with what every convolution takes beside; None if ``seen`` does not tell.
+
+    Parameters
+    ----------
+    seen
+        An iteration under a plan for ``trace``, observed while cuDNN's choices beside held. Its
+        other ops can differ, as its plan makes values again.
+    """
+    known, told = _convolutions(trace), _convolutions(seen)
+    if not known or list(known.values()) != list(told.values()):
+        return None
+    ops = list(trace.ops)
+    for index, other in zip(known, told, strict=True):
+        ran = seen.ops[other]
+        ops[index] = knowing(ops[index], Algorithm(LEAN, ran.device_seconds, ran.workspace_bytes))
+    return replace(trace, ops=tuple(ops))
+
+
+def _convolutions(trace: Trace) -> dict[int, Hashable]:
+    """Each convolution in the order of issue, and what tells it from others."""
+
+    def sizes(op: Op) -> tuple[int, ...]:
+        return tuple(trace.storages[trace.values[value].storage].nbytes for value in op.writes)
+
+    return {
+        index: (op.name, op.phase, sizes(op)) for index, op in enumerate(trace.ops) if convolves(op)
+    }
 
 
 def _key(name: str, args: tuple[Any, ...]) -> Hashable:

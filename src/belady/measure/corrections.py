@@ -12,6 +12,7 @@ from belady.ir.timeline import Measured
 from belady.ir.trace import Op, Phase, Tier, Trace
 from belady.measure.monitor import Sample
 from belady.simulate import simulate
+from belady.simulate.engine import kernel_seconds
 
 _HOST_AGREES = 0.95
 _ISSUE_AGREES = 0.8
@@ -124,7 +125,7 @@ def with_device_of(
     """
     if trace.device == "cpu":
         return None
-    busy = sum(op.device_seconds for op in trace.ops)
+    busy = sum(kernel_seconds(trace, plan))
     excess = simulate(trace, hardware, plan).seconds - min(sample.seconds for sample in samples)
     if not 0 < excess < _KERNELS_AT_MOST * busy or excess < _KERNELS_AGREE * busy:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -11,7 +10,6 @@ from time import perf_counter
 import torch
 
 from belady.ir.trace import (
-    Algorithm,
     Op,
     Phase,
     Save,
@@ -22,11 +20,12 @@ from belady.ir.trace import (
     Trace,
     Value,
 )
-from belady.measure.algorithms import USUAL
+from belady.measure.algorithms import fastest_first, knowing
 from belady.measure.clock import NoClock
 from belady.measure.recorder import Recorder
 from belady.measure.records import RawOp, RawSave, RawStorage
 from belady.measure.trials import Trials
+from belady.planners.workspace import USUAL
 
 _TRIALS = 500
 # Times the median op beyond which an op did not only issue work.
@@ -107,7 +106,7 @@ def undisturbed(trace: Trace, other: Trace | None) -> Trace:
             one,
             device_seconds=seconds,
             host_seconds=min(one.host_seconds, two.host_seconds),
-            algorithms=_fastest_first(
+            algorithms=fastest_first(
                 replace(it, device_seconds=seconds) if it.name == USUAL else it
                 for it in one.algorithms
             ),
@@ -150,13 +149,8 @@ def _ops(recorder: Recorder, first: dict[int, int], *, timed: bool) -> list[Op]:
         ops = _with_replays(ops, recorder.trials)
     leaner = {} if recorder.algorithms is None else recorder.algorithms.found()
     for index, lean in leaner.items():
-        usual = Algorithm(USUAL, ops[index].device_seconds, ops[index].workspace_bytes)
-        ops[index] = replace(ops[index], algorithms=_fastest_first((usual, lean)))
+        ops[index] = knowing(ops[index], lean)
     return ops
-
-
-def _fastest_first(algorithms: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
-    return tuple(sorted(algorithms, key=lambda algorithm: algorithm.device_seconds))
 
 
 def _with_replays(ops: list[Op], trials: Trials) -> list[Op]:

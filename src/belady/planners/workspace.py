@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from belady.ir.plan import Workspace
+from belady.ir.plan import Plan, Workspace
 from belady.ir.trace import Algorithm, Op, Trace
 from belady.planners.moves import Case
+
+# Names of what an op runs when it is left alone, and of what it runs under `Workspace.MEMORY`.
+USUAL, LEAN = "usual", "lean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,15 @@ def fastest(case: Case) -> Algorithms:
 
 
 def leanest(case: Case) -> Algorithms:
-    """Every op by the algorithm with least workspace, vDNN's (m)."""
+    """Every op by the algorithm that `Workspace.MEMORY` makes it run, vDNN's (m)."""
     return _everywhere(case, Workspace.MEMORY)
 
 
 def fastest_that_fit(case: Case, others: Sequence[int]) -> Algorithms:
     """Every op by the fastest algorithm that leaves its moment within the budget.
 
-    Where none does, by the one with least workspace. As execution knows one setting for the
-    whole phase, that is MEMORY: no op then takes more than planned.
+    Where none does, by the leanest. As execution knows one setting for the whole phase, that is
+    MEMORY: no op then takes more than planned, so none is planned with less than it then takes.
 
     Parameters
     ----------
@@ -54,26 +57,28 @@ def fastest_that_fit(case: Case, others: Sequence[int]) -> Algorithms:
     allocator, limit = case.hardware.allocator, case.budget.device_bytes
     for index, op in enumerate(case.trace.ops):
         if op.algorithms:
+            least = _leanest(op)
             room = (
                 algorithm
                 for algorithm in op.algorithms
-                if allocator.budget_for(others[index] + allocator.held(algorithm.workspace_bytes))
+                if algorithm.workspace_bytes >= least.workspace_bytes
+                and allocator.budget_for(others[index] + allocator.held(algorithm.workspace_bytes))
                 <= limit
             )
-            by_op.append((index, next(room, _least(op)).name))
+            by_op.append((index, next(room, least).name))
     return Algorithms(Workspace.MEMORY, tuple(by_op))
 
 
 def leaner(trace: Trace) -> tuple[Trace, Algorithms]:
-    """The trace of the same iteration with the algorithms that have least workspace, and these.
+    """The trace of the same iteration with the algorithms that MEMORY makes it run, and these.
 
     No convolution is replayable in it: a replay runs on the thread of backward, where cuDNN may
     have chosen otherwise, and the setting is for those without a choice too.
     """
     algorithms = _chosen(trace, Workspace.MEMORY)
-    ops = [replace(op, replayable=op.replayable and not _convolves(op)) for op in trace.ops]
+    ops = [replace(op, replayable=op.replayable and not convolves(op)) for op in trace.ops]
     for index, _ in algorithms.by_op:
-        least = _least(ops[index])
+        least = _leanest(ops[index])
         ops[index] = replace(
             ops[index],
             device_seconds=least.device_seconds,
@@ -84,17 +89,35 @@ def leaner(trace: Trace) -> tuple[Trace, Algorithms]:
     return replace(trace, ops=tuple(ops)), algorithms
 
 
-def _convolves(op: Op) -> bool:
+def as_run(plan: Plan, trace: Trace) -> Plan:
+    """The plan with the algorithms that its iterations run, where ``trace`` knows them.
+
+    That is one setting for all, whatever a policy took single ops for.
+    """
+    if plan.workspace is not Workspace.MEMORY:
+        return plan
+    named = dict(plan.layer_algorithms)
+    named |= {i: LEAN for i, op in enumerate(trace.ops) if _named(op, LEAN) is not None}
+    return replace(plan, layer_algorithms=tuple(sorted(named.items())))
+
+
+def convolves(op: Op) -> bool:
+    """Whether the setting can change what the op runs."""
     return "convolution" in op.name
 
 
-def _least(op: Op) -> Algorithm:
-    return min(op.algorithms, key=lambda algorithm: algorithm.workspace_bytes)
+def _named(op: Op, name: str) -> Algorithm | None:
+    return next((it for it in op.algorithms if it.name == name), None)
+
+
+def _leanest(op: Op) -> Algorithm:
+    # One that was seen to run under the setting can take more than the usual one.
+    return _named(op, LEAN) or min(op.algorithms, key=lambda it: it.workspace_bytes)
 
 
 def _observed(op: Op) -> Algorithm:
     taken = (it for it in op.algorithms if it.workspace_bytes == op.workspace_bytes)
-    return next(taken, op.algorithms[0])
+    return _named(op, USUAL) or next(taken, op.algorithms[0])
 
 
 def _everywhere(case: Case, workspace: Workspace) -> Algorithms:
@@ -102,6 +125,6 @@ def _everywhere(case: Case, workspace: Workspace) -> Algorithms:
 
 
 def _chosen(trace: Trace, workspace: Workspace) -> Algorithms:
-    rule = _least if workspace is Workspace.MEMORY else _observed
+    rule = _leanest if workspace is Workspace.MEMORY else _observed
     by_op = tuple((i, rule(op).name) for i, op in enumerate(trace.ops) if op.algorithms)
     return Algorithms(workspace, by_op) if by_op else UNCHANGED

@@ -165,7 +165,7 @@ class _Issuer:
 
     def issue(self) -> None:
         actions = _actions(self.trace, self.plan)
-        seconds = _device_seconds(self.trace, self.plan)
+        seconds = kernel_seconds(self.trace, self.plan)
         for boundary in range(len(self.trace.ops) + 1):
             for kind, value in actions.get(boundary, ()):
                 self._act(kind, value, boundary)
@@ -266,8 +266,14 @@ class _Issuer:
         return task
 
 
-def _device_seconds(trace: Trace, plan: Plan) -> list[float]:
-    """Kernel seconds of each op with the algorithms that ``plan`` chooses."""
+def kernel_seconds(trace: Trace, plan: Plan) -> list[float]:
+    """Kernel seconds of each op with the algorithms that ``plan`` chooses.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan chooses an algorithm that its op does not have.
+    """
     seconds = [op.device_seconds for op in trace.ops]
     for index, name in plan.layer_algorithms:
         by_name = {a.name: a.device_seconds for a in trace.ops[index].algorithms}

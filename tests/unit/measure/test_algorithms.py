@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from belady.ir.trace import Algorithm, Trace
 from belady.measure import algorithms
-from belady.measure.algorithms import LEAN, LITTLE, USUAL, Algorithms
+from belady.measure.algorithms import LITTLE, Algorithms, with_beside
 from belady.measure.clock import CpuClock
 from belady.measure.observe import undisturbed
 from belady.memory.allowance import pages
-from tests.unit.measure.watching import CPU, Watch, pseudo_loss
+from belady.planners.workspace import LEAN, USUAL
+from tests.unit.measure.watching import CPU, Watch, observed, pseudo_loss
 
 MIB = 2**20
 GIB = 2**30
@@ -187,3 +188,52 @@ def test_the_usual_way_takes_what_the_op_takes_by_two_observations(x: Tensor) ->
     other = replace(op, device_seconds=sooner.device_seconds)
     before = replace(trace, ops=(other, *trace.ops[1:]))
     assert undisturbed(trace, before).ops[0].algorithms == (sooner, lean)
+
+
+# -- what all convolutions take where the choices beside hold --------------------------------------
+
+
+def taking(trace: Trace, workspace_bytes: int) -> Trace:
+    """The same, as it runs when every op takes that workspace and a second."""
+    ops = [replace(it, device_seconds=1.0, workspace_bytes=workspace_bytes) for it in trace.ops]
+    return replace(trace, ops=tuple(ops))
+
+
+def test_an_iteration_tells_what_every_convolution_took(x: Tensor) -> None:
+    trace = taking(observed(nn.Sequential(conv(), nn.Tanh(), conv()), x), GIB)
+    # Values that are made again are ops of the iteration that is seen, and not of the trace.
+    seen = taking(observed(nn.Sequential(conv(), nn.Tanh(), nn.Tanh(), conv()), x), MIB)
+    seen = replace(seen, ops=tuple(replace(it, device_seconds=2.0) for it in seen.ops))
+    learned = with_beside(trace, seen)
+    assert learned is not None
+    assert learned.fingerprint == trace.fingerprint
+    both = (Algorithm(USUAL, 1.0, GIB), Algorithm(LEAN, 2.0, MIB))
+    known = [it.algorithms for it in learned.ops if "convolution" in it.name]
+    assert known == [both] * 4
+    assert not any(it.algorithms for it in learned.ops if "convolution" not in it.name)
+
+
+def test_what_was_seen_takes_the_place_of_what_a_trial_found(x: Tensor) -> None:
+    trace, _ = watched(conv(), x, Cudnn((GIB, 0)))
+    learned = with_beside(trace, taking(trace, 3 * GIB))
+    assert learned is not None
+    found = {it.name: it.workspace_bytes for it in learned.ops[0].algorithms}
+    assert found == {USUAL: GIB, LEAN: 3 * GIB}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Sequential(conv()),
+        nn.Sequential(conv(), conv(), conv()),
+        nn.Sequential(conv(), conv(stride=2)),
+        nn.Sequential(conv(), nn.Tanh()),
+    ],
+)
+def test_another_iteration_tells_nothing(x: Tensor, other: nn.Module) -> None:
+    assert with_beside(observed(nn.Sequential(conv(), conv()), x), observed(other, x)) is None
+
+
+def test_without_convolutions_there_is_nothing_to_tell(x: Tensor) -> None:
+    trace = observed(nn.Sequential(nn.Linear(8, 8)), x)
+    assert with_beside(trace, trace) is None

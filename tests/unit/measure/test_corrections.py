@@ -135,6 +135,14 @@ def test_kernels_take_no_longer_than_the_iteration_that_they_are_in():
     assert [op.device_seconds for op in corrected.ops] == pytest.approx([0.8] * 4)
 
 
+def test_kernels_of_other_algorithms_take_their_share() -> None:
+    # Of five times as long each.
+    slow = replace(EVERYTHING_KEPT, layer_algorithms=tuple((op, "slow") for op in range(4)))
+    corrected = with_device_of(TRACE_FAST, slow, gpu(), [timed(16.0)])
+    assert corrected is not None
+    assert simulate(corrected, gpu(), slow).seconds == pytest.approx(16.0)
+
+
 @pytest.mark.parametrize("seconds", [5.0, 4.0, 3.99, 0.5])
 def test_an_iteration_that_agrees_or_that_no_clock_explains_changes_nothing(seconds: float):
     assert with_device_of(TRACE_FAST, EVERYTHING_KEPT, gpu(), [timed(seconds)]) is None

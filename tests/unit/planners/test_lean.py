@@ -12,6 +12,8 @@ from belady.ir.plan import Budget, Plan, Workspace
 from belady.ir.trace import Algorithm, Trace
 from belady.planners import POLICIES, plan, smallest_budget
 from belady.planners.lean import Lean
+from belady.planners.moves import Case
+from belady.planners.workspace import LEAN, USUAL, as_run, fastest_that_fit
 from belady.simulate import simulate
 from tests.unit.planners.nets import MIB, VGG, gpu, net
 
@@ -103,3 +105,59 @@ def test_what_is_fast_without_workspace_is_not_what_performance_runs(trace: Trac
 
 def exactly(trace: Trace, budget: Budget, link_rate: float = 5e10) -> Plan:
     return plan("auto", trace, gpu(link_rate=link_rate), budget, exact=True)
+
+
+# -- once it was seen what runs --------------------------------------------------------------------
+
+
+def seen(trace: Trace, share: float, workspace_bytes: int) -> Trace:
+    """The same, where all that has a choice was seen to run so when it was asked for less."""
+    ops = list(trace.ops)
+    for index, op in enumerate(ops):
+        if op.algorithms:
+            usual = Algorithm(USUAL, op.device_seconds, op.workspace_bytes)
+            lean = Algorithm(LEAN, share * op.device_seconds, workspace_bytes)
+            both = sorted((usual, lean), key=lambda way: way.device_seconds)
+            ops[index] = replace(op, algorithms=tuple(both))
+    return replace(trace, ops=tuple(ops))
+
+
+def test_what_is_asked_for_is_what_runs_even_if_it_takes_more(trace: Trace) -> None:
+    trace = seen(trace, 2.0, 4 * MIB)
+    made = Lean(BASELINE)(trace, gpu(), PLENTY)
+    assert {name for _, name in made.layer_algorithms} == {LEAN}
+    least = BASELINE(trace, gpu(), PLENTY)
+    assert made.predicted_peak_bytes > least.predicted_peak_bytes
+    assert made.predicted_seconds > least.predicted_seconds
+
+
+def test_performance_is_the_usual_way_also_where_the_other_takes_as_much(trace: Trace) -> None:
+    made = plan("vdnn_all", seen(trace, 0.9, 3 * MIB), gpu(), PLENTY)
+    assert made.workspace is Workspace.PERFORMANCE
+    assert {name for _, name in made.layer_algorithms} == {USUAL}
+
+
+def test_no_op_is_planned_with_less_than_it_then_takes(trace: Trace) -> None:
+    trace = seen(trace, 2.0, 4 * MIB)
+    case = Case(trace, gpu(), PLENTY)
+    chosen = fastest_that_fit(case, [0] * len(trace.ops))
+    assert chosen.workspace is Workspace.MEMORY
+    assert {name for _, name in chosen.by_op} == {LEAN}
+    # Where it takes less, each op has its fastest, as in the paper.
+    chosen = fastest_that_fit(Case(seen(trace, 2.0, 0), gpu(), PLENTY), [0] * len(trace.ops))
+    assert {name for _, name in chosen.by_op} == {USUAL}
+
+
+def test_a_plan_names_what_runs_where_that_is_known(trace: Trace) -> None:
+    known = seen(trace, 2.0, MIB)
+    convs = [i for i, op in enumerate(trace.ops) if op.algorithms]
+    made = replace(plan("floor", trace, gpu(), PLENTY), workspace=Workspace.MEMORY)
+    single = replace(made, layer_algorithms=((convs[1], USUAL),))
+    for mixed in (made, single):
+        assert as_run(mixed, known).layer_algorithms == tuple((i, LEAN) for i in convs)
+        assert check(known, gpu(), as_run(mixed, known), PLENTY).ok
+    # What nobody has seen is left.
+    assert as_run(single, net(VGG)) == single
+    assert as_run(replace(single, workspace=Workspace.PERFORMANCE), known).layer_algorithms == (
+        single.layer_algorithms
+    )
