@@ -192,7 +192,10 @@ class Conductor:
             kind.went_otherwise()
         else:
             self._recording = not kind.recorded(sample) and self._recording
-            watched = iteration.observation
+            if kind.shows_beside and kind.trace is not None:
+                kind.trace = kind.learn(kind.trace, trace)
+            # Where an allocator counts, its peaks hold.
+            watched = iteration.observation if self.carrier.device.type == "cpu" else None
             peak = watched.peak_bytes(self._round_bytes) if watched is not None else 0
             if kind.went_as_planned(sample, peak):
                 self._planning.verify(kind)
@@ -245,6 +248,8 @@ class Conductor:
                 least = self._policy.budget.device_bytes // _MATTERS
                 observation.recorder.algorithms = Algorithms(device, clock_for(device), least)
             return observation
+        if kind.shows_beside:
+            return Observation(device, clock_for(device), self._modules)
         if kind.stage is Stage.SETTLING and device.type == "cpu":
             # A CPU has no allocator that counts: the peak is seen by watching storages.
             return Observation(device, NoClock(), self._modules)

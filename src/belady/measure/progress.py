@@ -1,8 +1,9 @@
 """How far an engine has come with one kind of iteration: the same for all engines.
 
 A kind is observed twice at the floor (the first iteration of a process times library start-up, and
-creates optimizer state), then planned; the plan settles in one iteration, is verified in the next
-ones, and is then left alone, or corrected and verified again.
+creates optimizer state), then planned; the plan settles in one iteration, or in two where it asks
+convolutions for less workspace, is verified in the next ones, and is then left alone, or corrected
+and verified again.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from belady.ir.legality import check
-from belady.ir.plan import Plan
+from belady.ir.plan import Plan, Workspace
 from belady.ir.residency import intervals, managed_room, tier_curve
 from belady.ir.run import Run
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier, Trace
+from belady.measure.algorithms import with_beside
 from belady.measure.events import with_events
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
@@ -24,6 +26,7 @@ from belady.measure.verification import VERIFIED, Trial, Verification, best, ver
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.memory.paging import Claim
+from belady.planners.workspace import as_run
 from belady.simulate import simulate
 
 # Iterations in a row that went otherwise than planned, after which a kind is observed again.
@@ -42,6 +45,8 @@ class Progress:
         The plan in force, with what was measured under it; None while the kind is observed.
     tried
         Plans that were measured.
+    begun
+        Whether an iteration has gone as the plan in force says.
     samples
         Of the iterations that verify the plan in force.
     peak_bytes
@@ -57,6 +62,7 @@ class Progress:
     stage: Stage = Stage.WARM
     trial: Trial | None = None
     tried: list[Trial] = field(default_factory=list)
+    begun: bool = False
     samples: list[Sample] = field(default_factory=list)
     peak_bytes: int = 0
     deviations: int = 0
@@ -67,6 +73,18 @@ class Progress:
     def watched(self) -> bool:
         """Whether the next iteration is observed."""
         return self.stage in (Stage.WARM, Stage.TIMED)
+
+    @property
+    def shows_beside(self) -> bool:
+        """Whether the next iteration shows what convolutions take beside, if it is observed.
+
+        In the first under a plan that asks for less workspace cuDNN still makes its choices.
+        """
+        return self.stage is Stage.SETTLING and self.begun and self._leaner
+
+    @property
+    def _leaner(self) -> bool:
+        return self.trial is not None and self.trial.plan.workspace is Workspace.MEMORY
 
     @property
     def measured(self) -> Measured | None:
@@ -122,7 +140,7 @@ class Progress:
             if before is not None:
                 before.close()
         make_room(carrier.device, trial.room(verdict.peak_bytes) - managed)
-        self.trial, self.samples, self.peak_bytes = trial, [], 0
+        self.trial, self.samples, self.peak_bytes, self.begun = trial, [], 0, False
         self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
 
     def went_otherwise(self) -> None:
@@ -142,11 +160,24 @@ class Progress:
         self.deviations = 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         if self.stage is Stage.SETTLING:
-            self.stage = Stage.VERIFYING
+            if self.begun or not self._leaner:
+                self.stage = Stage.VERIFYING
+            self.begun = True
         elif self.stage is Stage.VERIFYING:
             self.samples.append(sample)
             return len(self.samples) == VERIFIED
         return False
+
+    def learn(self, trace: Trace, seen: Trace | None) -> Trace:
+        """The trace with what an observed iteration that `shows_beside` showed of its convolutions.
+
+        From then on the plan in force names what really runs, and so does what is predicted of it.
+        """
+        learned = None if seen is None else with_beside(trace, seen)
+        if learned is None or self.trial is None:
+            return trace
+        self.trial = replace(self.trial, plan=as_run(self.trial.plan, learned))
+        return learned
 
     def recorded(self, sample: Sample) -> bool:
         """Add the events of an iteration to what was measured; whether it has any."""

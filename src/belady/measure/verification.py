@@ -157,10 +157,13 @@ class Verification:
             return trace, None
         trace = with_host_of(trace, samples) or trace
         trace = with_device_of(trace, plan, hardware, samples) or trace
+        predicted = simulate(trace, hardware, plan)
+        # Of workspaces the trace can know more than when the plan was made.
+        plan = replace(plan, predicted_peak_bytes=predicted.peak(Tier.DEVICE))
         gap = with_gap_of(trace, plan, hardware.allocator, measured)
         peak = with_peak_of(plan, gap or hardware.allocator, measured)
         allocator = peak or gap
-        if allocator is None and simulate(trace, hardware, plan).seconds == plan.predicted_seconds:
+        if allocator is None and predicted.seconds == plan.predicted_seconds:
             return trace, None
         if allocator is not None:
             hardware = replace(hardware, allocator=allocator)
@@ -170,7 +173,7 @@ class Verification:
             return trace, None
         if (made.decisions, made.workspace) == (plan.decisions, plan.workspace):
             return trace, None
-        self.notes += _why(last, measured, hardware, higher=peak is not None)
+        self.notes += _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
         return trace, Trial(made, hardware, last.policy)
 
     def _plan(

@@ -1,0 +1,143 @@
+"""What is known of a plan that asks for less workspace, once its convolutions have run so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from belady.ir.hardware import Allocator, HardwareProfile
+from belady.ir.plan import Budget, Plan, Workspace
+from belady.ir.timeline import TierPeak
+from belady.ir.trace import Phase, Tier, Trace
+from belady.measure.monitor import Sample
+from belady.measure.progress import Progress
+from belady.measure.stages import Policy, Stage
+from belady.measure.verification import Trial, Verification
+from belady.memory.carrier import Carrier
+from belady.planners import plan, smallest_budget
+from belady.planners.workspace import LEAN
+from belady.simulate import simulate
+from tests.unit.planners.nets import MIB, VGG, gpu, net
+
+
+def tried_in_backward(trace: Trace) -> Trace:
+    """Convolutions take too little in forward to be tried."""
+    ops = list(trace.ops)
+    for index, op in enumerate(ops):
+        if op.algorithms and op.phase is Phase.BACKWARD:
+            ops[index] = replace(op, name="aten.convolution_backward.default")
+        elif op.algorithms:
+            ops[index] = replace(op, workspace_bytes=0, algorithms=())
+    return replace(trace, ops=tuple(ops))
+
+
+TRACE = tried_in_backward(net(VGG, workspace_bytes=3 * MIB))
+CONVOLUTIONS = [index for index, op in enumerate(TRACE.ops) if "convolution" in op.name]
+HARDWARE = gpu()
+PLENTY = Budget(1 << 40)
+# The trials found what takes nothing, which just fits; what then runs takes 2 MiB.
+BUDGET = Budget(smallest_budget("vdnn_all", TRACE, HARDWARE, PLENTY) + 5 * MIB // 2)
+SAMPLE = Sample(0.0, 1.0)
+
+
+def lean_kind() -> Progress:
+    return Progress(Stage.SETTLING, Trial(planned(), HARDWARE, "vdnn_all"))
+
+
+def planned() -> Plan:
+    made = plan("vdnn_all", TRACE, HARDWARE, BUDGET)
+    assert made.workspace is Workspace.MEMORY
+    return made
+
+
+def seen() -> Trace:
+    """The iteration as it runs: convolutions take more than was found, and longer."""
+    ops = [
+        replace(op, device_seconds=2 * op.device_seconds, workspace_bytes=2 * MIB)
+        for op in TRACE.ops
+    ]
+    return replace(TRACE, ops=tuple(ops))
+
+
+def test_a_plan_that_asks_for_less_settles_twice_and_then_shows_what_it_takes() -> None:
+    kind = lean_kind()
+    assert not kind.shows_beside
+    kind.went_as_planned(SAMPLE)
+    assert kind.stage is Stage.SETTLING
+    assert kind.shows_beside
+    kind.went_otherwise()
+    assert kind.shows_beside
+    kind.went_as_planned(SAMPLE)
+    assert kind.stage is Stage.VERIFYING
+    assert not kind.shows_beside
+    assert kind.samples == []
+
+
+def test_every_plan_settles_anew() -> None:
+    kind, carrier = lean_kind(), SimpleNamespace(device=torch.device("cpu"))
+    assert kind.trial is not None
+    everything = replace(kind.trial, plan=replace(kind.trial.plan, assignments=(), budget=PLENTY))
+    kind.went_as_planned(SAMPLE)
+    kind.begin(everything, TRACE, cast(Carrier, carrier))
+    assert kind.stage is Stage.SETTLING
+    assert not kind.shows_beside
+
+
+def test_another_plan_settles_once() -> None:
+    made = plan("floor", TRACE, HARDWARE, PLENTY)
+    kind = Progress(Stage.SETTLING, Trial(made, HARDWARE, "floor"))
+    kind.went_as_planned(SAMPLE)
+    assert kind.stage is Stage.VERIFYING
+    assert not kind.shows_beside
+
+
+@pytest.mark.parametrize("other", [None, net(VGG + " conv fc")])
+def test_what_does_not_match_teaches_nothing(other: Trace | None) -> None:
+    kind = lean_kind()
+    before = kind.trial
+    assert kind.learn(TRACE, other) is TRACE
+    assert kind.trial is before
+
+
+def test_what_was_seen_is_predicted_and_planned_with() -> None:
+    kind = lean_kind()
+    trace = kind.learn(TRACE, seen())
+    assert len(planned().layer_algorithms) == len(CONVOLUTIONS) / 2
+    run = kind.run(trace, (), ())
+    assert run is not None
+    assert run.plan.layer_algorithms == tuple((index, LEAN) for index in CONVOLUTIONS)
+    kernels = sum(op.device_seconds for op in TRACE.ops)
+    longer = sum(TRACE.ops[index].device_seconds for index in CONVOLUTIONS)
+    assert run.predicted.compute_seconds == pytest.approx(kernels + longer)
+    before = simulate(TRACE, HARDWARE, planned())
+    assert run.predicted.peak(Tier.DEVICE) == before.peak(Tier.DEVICE) + 2 * MIB
+    again = plan("vdnn_all", trace, HARDWARE, BUDGET)
+    assert again.predicted_peak_bytes == run.predicted.peak(Tier.DEVICE)
+
+
+def test_an_iteration_that_goes_as_it_was_seen_to_run_is_no_surprise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Allocator] = []
+
+    def noted(name: str, trace: Trace, hardware: HardwareProfile, *rest: Any, **how: Any) -> Plan:
+        asked.append(hardware.allocator)
+        return plan(name, trace, hardware, *rest, **how)
+
+    monkeypatch.setattr("belady.measure.verification.make_plan", noted)
+    kind, verification = lean_kind(), Verification(Policy("vdnn_all", BUDGET), HARDWARE)
+    trace = kind.learn(TRACE, seen())
+    run = kind.run(trace, (), ())
+    assert run is not None
+    assert run.predicted.peak(Tier.DEVICE) > run.plan.predicted_peak_bytes
+    peaks = (TierPeak(Tier.DEVICE, run.predicted.peak(Tier.DEVICE)),)
+    host_s = sum(op.host_seconds for op in TRACE.ops)
+    kind.samples = [Sample(0.0, run.predicted.seconds, peaks, host_seconds=host_s)] * 2
+    assert kind.conclude(verification, trace, ()) == (trace, None)
+    # The policy was asked with what is known now, and without a larger margin.
+    assert asked == [HARDWARE.allocator]
+    assert verification.notes == []
