@@ -264,6 +264,10 @@ class Conductor:
         passes, watched = tuple(iteration.passes), iteration.observation
         alike = kind.seen(alike=trace is not None and passes == kind.passes)
         if alike and trace is not None and watched is not None:
+            if self._cutting.too_coarse(self._modules[passes[0][0]], trace):
+                # Admitted anew, in finer slices, and observed in them.
+                self._kinds.pop(passes[0]).forget()
+                return
             trials, recipes = watched.recorder.trials, Recipes()
             if trials is not None:
                 owners, learner = watched.recorder.owners, trials.learner
