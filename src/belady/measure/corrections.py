@@ -23,8 +23,9 @@ _FASTER: tuple[float, ...] = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _SLOWER = tuple(0.98**step for step in range(1, 20))
 # Of all kernels: what is too little to correct, and what no clock explains.
 _KERNELS_AGREE, _KERNELS_AT_MOST = 0.01, 0.3
-# A plan is made again for a smaller margin only where the smaller one lets in clearly more.
-_MARGIN_AGREES = 0.7
+# A plan is made again for a smaller margin only where the smaller one lets in clearly more. A
+# library that does not get its workspace takes a slower algorithm and stays with it: halves end.
+_MARGIN_STEP, _HALVED_AT_LEAST = 0.03, 0.08
 MARGIN_AT_LEAST = 0.05
 _LOSES = 1.01
 
@@ -142,26 +143,43 @@ def _faster(op: Op, share: float) -> Op:
 
 
 def with_gap_of(
-    trace: Trace, plan: Plan, allocator: Allocator, measured: Measured
+    trace: Trace,
+    plan: Plan,
+    allocator: Allocator,
+    measured: Measured,
+    others: Sequence[tuple[float, bool]] = (),
 ) -> Allocator | None:
     """The allocator with the margin that an iteration under ``plan`` showed; None if it agrees.
 
     Where it had to flush its cache the margin was too small: what it held could have stayed beside
-    the largest piece that was asked for. Where it did not, what it reserved
-    beyond what was allocated is all that the blocks of this plan need, and a little more than that
-    will do for the next one, which is worth trying where the plan loses time.
+    the largest piece that was asked for. Where it did not, a smaller one is worth trying if the
+    plan loses time: what it reserved beyond what was allocated is all that the blocks of this plan
+    need, and where that was set aside for it, half of the margin may do.
+
+    Parameters
+    ----------
+    others
+        Margins of plans that were measured before, and whether the allocator had to flush.
     """
     fraction, peak = allocator.margin_fraction, measured.peak(Tier.DEVICE)
     if measured.allocation_retries:
         wider = max(MARGIN_AT_LEAST, fraction * 1.5 + 0.02)
         if peak and measured.reserved_bytes:
             wider = max(wider, (measured.reserved_bytes + _largest_piece(trace)) / peak - 1)
+        enough = min((it for it, flushed in others if not flushed and it > fraction), default=None)
+        if enough is not None:
+            wider = (fraction + enough) / 2
+            if enough - wider < _MARGIN_STEP:
+                return None
         return replace(allocator, margin_fraction=wider)
     loses = plan.predicted_seconds > _LOSES * sum(op.device_seconds for op in trace.ops)
     if not peak or not measured.reserved_bytes or not loses:
         return None
     shown = max(MARGIN_AT_LEAST, 1.25 * (measured.reserved_bytes / peak - 1) + 0.02)
-    return replace(allocator, margin_fraction=shown) if shown < _MARGIN_AGREES * fraction else None
+    too_small = max((it for it, flushed in others if flushed and it < fraction), default=0.0)
+    half = max(_HALVED_AT_LEAST, (fraction + too_small) / 2)
+    less = half if shown > half or shown <= too_small else shown
+    return replace(allocator, margin_fraction=less) if fraction - less >= _MARGIN_STEP else None
 
 
 def _largest_piece(trace: Trace) -> int:

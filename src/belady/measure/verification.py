@@ -33,6 +33,8 @@ _log = logging.getLogger("belady")
 VERIFIED = 2
 _REPLANS = 3
 _NEAR = 0.5
+# Of a wider margin, where the budget has no room for all of it.
+_PARTS = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -160,21 +162,36 @@ class Verification:
         predicted = simulate(trace, hardware, plan)
         # Of workspaces the trace can know more than when the plan was made.
         plan = replace(plan, predicted_peak_bytes=predicted.peak(Tier.DEVICE))
-        gap = with_gap_of(trace, plan, hardware.allocator, measured)
+        others = [_margin(trial) for trial in tried[:-1]]
+        gap = with_gap_of(trace, plan, hardware.allocator, measured, others)
         peak = with_peak_of(plan, gap or hardware.allocator, measured)
         allocator = peak or gap
         if allocator is None and predicted.seconds == plan.predicted_seconds:
             return trace, None
-        if allocator is not None:
-            hardware = replace(hardware, allocator=allocator)
-        try:
-            made = self._plan(last.policy, trace, hardware, numerics)
-        except InfeasibleBudgetError:
+        hardware = replace(hardware, allocator=allocator or hardware.allocator)
+        found = self._widest(last, trace, hardware, numerics)
+        if found is None:
             return trace, None
+        made, hardware = found
         if (made.decisions, made.workspace) == (plan.decisions, plan.workspace):
             return trace, None
         self.notes += _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
         return trace, Trial(made, hardware, last.policy)
+
+    def _widest(
+        self, last: Trial, trace: Trace, hardware: HardwareProfile, numerics: tuple[str, ...]
+    ) -> tuple[Plan, HardwareProfile] | None:
+        """A plan with the margin of ``hardware``, or with as much of what is more as can be had."""
+        before, after = last.hardware.allocator.margin_fraction, hardware.allocator.margin_fraction
+        for part in _PARTS if after > before else _PARTS[:1]:
+            margin = before + part * (after - before)
+            allocator = replace(hardware.allocator, margin_fraction=margin)
+            wider = replace(hardware, allocator=allocator)
+            try:
+                return self._plan(last.policy, trace, wider, numerics), wider
+            except InfeasibleBudgetError:
+                continue
+        return None
 
     def _plan(
         self, name: str, trace: Trace, hardware: HardwareProfile, numerics: tuple[str, ...]
@@ -205,6 +222,12 @@ def best(tried: Sequence[Trial]) -> Trial:
         return not trial.keeps(), bool(measured.allocation_retries), measured.seconds
 
     return min(tried, key=preference)
+
+
+def _margin(trial: Trial) -> tuple[float, bool]:
+    """The margin of a plan that was measured, and whether the allocator had to flush its cache."""
+    flushed = trial.measured is not None and trial.measured.allocation_retries > 0
+    return trial.hardware.allocator.margin_fraction, flushed
 
 
 def _why(last: Trial, measured: Measured, hardware: HardwareProfile, *, higher: bool) -> list[str]:

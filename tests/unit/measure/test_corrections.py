@@ -110,8 +110,24 @@ def test_a_plan_that_loses_nothing_keeps_its_margin():
     assert with_gap_of(TRACE, PLAN, ALLOCATOR, measured(reserved=104)) is None
 
 
-def test_a_margin_that_is_needed_stays():
-    assert with_gap_of(TRACE, LOSING, ALLOCATOR, measured(reserved=112)) is None
+def margin_after(
+    fraction: float, others: list[tuple[float, bool]], *, flushed: bool
+) -> float | None:
+    allocator = replace(ALLOCATOR, margin_fraction=fraction)
+    # All of it was set aside, which says nothing of what is needed.
+    seen = measured(reserved=int(100 * (1 + fraction)), retries=int(flushed))
+    found = with_gap_of(TRACE, LOSING, allocator, seen, others)
+    return None if found is None else found.margin_fraction
+
+
+def test_half_of_a_margin_that_was_set_aside_is_worth_trying():
+    assert margin_after(0.18, [], flushed=False) == pytest.approx(0.09)
+    assert margin_after(0.09, [(0.18, False)], flushed=False) is None
+    # Where that is too little, what lies between it and what was enough.
+    assert margin_after(0.09, [(0.18, False)], flushed=True) == pytest.approx(0.135)
+    assert margin_after(0.135, [(0.18, False), (0.09, True)], flushed=False) is None
+    assert margin_after(0.135, [(0.18, False), (0.09, True)], flushed=True) is None
+    assert margin_after(0.4, [(0.18, True)], flushed=False) == pytest.approx(0.29)
 
 
 @pytest.mark.parametrize(("peak", "margin"), [(100, None), (107, None), (111, 11)])

@@ -20,6 +20,7 @@ HARDWARE = replace(gpu(), allocator=Allocator(1, 0.2, 0))
 PEAK = HARDWARE.allocator.peak_within(smallest_budget("auto", TRACE, HARDWARE, Budget(0)))
 
 SAMPLE = Sample(0.0, 9.0)
+MIB = 1 << 20
 
 
 def first(policy: str, budget_bytes: int) -> tuple[Trial, list[str]]:
@@ -77,4 +78,31 @@ def test_who_planned_for_too_little_room_is_asked_again(monkeypatch: pytest.Monk
     peaks = (TierPeak(Tier.DEVICE, PEAK),)
     measured = Measured(1, 9.0, (9.0,), peaks, PEAK, allocation_retries=3)
     verification.better(TRACE, [verified(trial, TRACE, measured, [SAMPLE])], [SAMPLE])
-    assert asked == ["auto", "lifetime", "lifetime"]
+    assert asked[:3] == ["auto", "lifetime", "lifetime"]
+    assert "auto" not in asked[3:]
+
+
+BIG = trace_of([1.0] * 16, [(MIB, at, 15 - at) for at in range(6)])
+QUICK = replace(
+    HARDWARE,
+    capacities=tuple(replace(it, nbytes=1 << 40) for it in HARDWARE.capacities),
+    links=tuple(
+        replace(link, curve=((1, 10.0 * MIB),), duplex_bytes_per_s=10.0 * MIB)
+        for link in HARDWARE.links
+    ),
+)
+
+
+@pytest.mark.parametrize(("budget", "margin"), [(6.0, 1.0), (3.6, 0.6), (2.5, None)])
+def test_of_a_wider_margin_as_much_is_tried_as_there_is_room_for(
+    budget: float, margin: float | None
+) -> None:
+    verification = Verification(Policy("lifetime", Budget(int(budget * MIB))), QUICK)
+    trial = verification.first(BIG)
+    peak = trial.plan.predicted_peak_bytes
+    # Beside the largest piece it would have had room in twice the peak.
+    peaks = (TierPeak(Tier.DEVICE, peak),)
+    measured = Measured(1, 16.0, (16.0,), peaks, 2 * peak - MIB, allocation_retries=3)
+    samples = [Sample(0.0, 16.0)]
+    _, better = verification.better(BIG, [verified(trial, BIG, measured, samples)], samples)
+    assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin
