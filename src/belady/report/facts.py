@@ -263,7 +263,7 @@ def remarks(run: Run) -> list[str]:
         found.append(f"Can change a bit of the result: {', '.join(plan.numerics)}")
     if plan.workspace is Workspace.MEMORY:
         found.append(
-            f"Convolutions that can do with less workspace do so, {len(plan.layer_algorithms)} of "
+            f"Convolutions run as they do with less workspace, {len(plan.layer_algorithms)} of "
             "them: one setting holds for the whole iteration, also where single ones are predicted "
             "to take more, and one algorithm for all calls of the same shapes"
         )
