@@ -121,7 +121,7 @@ class Kept:
 
 def laid_out(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """``tensor``, or another one on the same bytes if it lies on them in another way."""
-    if Geometry.of(tensor) == geometry:
+    if geometry.is_of(tensor):
         return tensor
     return geometry.on(content_of(tensor, 0, tensor.untyped_storage().nbytes()))
 

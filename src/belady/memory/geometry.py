@@ -9,6 +9,10 @@ import torch
 # Tensors made here must be plain: no grad history, and unseen by the user's dispatch modes.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 unseen = torch._C._DisableTorchDispatch
+# What is made below it is no view in autograd's eyes: it has a version counter of its own.
+below_views = torch._C._AutoDispatchBelowADInplaceOrView
+# Above zero where a dispatch mode would see. To ask is much cheaper than to make sure.
+seen = torch._C._len_torch_dispatch_stack
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -35,16 +39,36 @@ class Geometry(NamedTuple):
             tensor.is_neg(),
         )
 
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies on its storage in this way."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+            and tensor.is_conj() == self.conj
+            and tensor.is_neg() == self.neg
+        )
+
     def on(self, content: torch.Tensor, skipped_bytes: int = 0) -> torch.Tensor:
         """Lay the tensor out on ``content``, the bytes of its storage from ``skipped_bytes`` on."""
+        if seen():
+            with unseen():
+                return self._on(content, skipped_bytes)
+        return self._on(content, skipped_bytes)
+
+    def _on(self, content: torch.Tensor, skipped_bytes: int) -> torch.Tensor:
         # The original bytes lie where they always did; those brought back have a storage of their
         # own, which begins with them.
-        moved = content.storage_offset() - skipped_bytes
-        offset = self.offset + moved // self.dtype.itemsize
-        with unseen(), below_autograd():
-            # Made as bytes: not every type can be filled, which deterministic mode would do.
-            tensor = torch.empty(0, dtype=torch.uint8, device=content.device).view(self.dtype)
-            tensor.set_(content.untyped_storage(), offset, self.shape, self.stride)
+        size, start = self.dtype.itemsize, content.storage_offset()
+        offset = self.offset + (start - skipped_bytes) // size
+        with below_views():
+            if start % size or content.numel() % size:
+                # Made as bytes: not every type can be filled, which deterministic mode would do.
+                tensor = torch.empty(0, dtype=torch.uint8, device=content.device).view(self.dtype)
+                tensor.set_(content.untyped_storage(), offset, self.shape, self.stride)
+            else:
+                tensor = content.view(self.dtype).as_strided(self.shape, self.stride, offset)
             if self.conj:
                 tensor = torch._conj(tensor)
             if self.neg:
@@ -62,7 +86,14 @@ class Geometry(NamedTuple):
 
 def content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Bytes ``start`` to ``stop`` of the tensor's storage, as a uint8 tensor that shares them."""
-    with unseen(), below_autograd():
+    if seen():
+        with unseen():
+            return _content_of(tensor, start, stop)
+    return _content_of(tensor, start, stop)
+
+
+def _content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    with below_views():
         content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return content.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from belady.errors import StaleValueError
-from belady.memory.geometry import below_autograd, unseen
+from belady.memory.geometry import below_autograd, seen, unseen
 
 _EMPTY: dict[torch.device, torch.Tensor] = {}
 
@@ -15,13 +15,19 @@ def witness(tensor: torch.Tensor) -> torch.Tensor:
 
     ``detach`` shares the counter; assigning ``data`` replaces the bytes and leaves the counter.
     """
+    if seen():
+        with unseen():
+            return _witness(tensor)
+    return _witness(tensor)
+
+
+def _witness(tensor: torch.Tensor) -> torch.Tensor:
     empty = _EMPTY.get(tensor.device)
     if empty is None:
-        with unseen():
-            empty = _EMPTY[tensor.device] = torch.empty(0, device=tensor.device)
-    with unseen(), below_autograd():
+        empty = _EMPTY[tensor.device] = torch.empty(0, device=tensor.device)
+    with below_autograd():
         shadow = tensor.detach()
-        shadow.data = empty
+    shadow.data = empty
     return shadow
 
 
