@@ -12,10 +12,10 @@ import torch
 
 from belady._version import __version__
 from belady.eager.conductor import Conductor
-from belady.eager.limits import Limits, open_machine
+from belady.eager.limits import Limits, open_machine, out_of_memory
 from belady.eager.ordering import ALWAYS
 from belady.eager.tracker import Tracker
-from belady.errors import OutOfMemoryError, ReplayError
+from belady.errors import ReplayError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier
@@ -223,10 +223,7 @@ class VirtualMemory:
                 raise
             error.add_note(str(late))
         if isinstance(error, torch.OutOfMemoryError):
-            raise OutOfMemoryError(
-                f"the device ran out of memory in spite of the plan ({error}); a larger budget, or "
-                "policy='floor', leaves the allocator more room"
-            ) from error
+            raise out_of_memory(error, self._tracker.conductor) from error
 
     def _ended(self, stage: Stage, sample: Sample) -> None:
         self._tell()

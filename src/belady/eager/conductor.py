@@ -18,7 +18,7 @@ from belady.eager.iteration import Iteration
 from belady.eager.key import Key, parameters_of, walk
 from belady.eager.kinds import Kind, Planning
 from belady.eager.lasting import Gradients, settle_state
-from belady.eager.limits import refuse_infeasible
+from belady.eager.limits import least_with_state, refuse_infeasible
 from belady.eager.ordering import Ordering
 from belady.eager.replay import Recipes
 from belady.errors import InfeasibleBudgetError
@@ -90,6 +90,7 @@ class Conductor:
         self._gradients = Gradients(self._for_gradients.copy, policy.budget.device_bytes)
         self._for_state = Apart(carrier.device)
         self._recording = False
+        self._judged: Trace | None = None
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def close(self) -> None:
@@ -213,7 +214,7 @@ class Conductor:
             return
         self._ordering.begin(self._modules)
         try:
-            trace = refuse_infeasible(module, call, self._hardware, self._policy)
+            trace = self._judged = refuse_infeasible(module, call, self._hardware, self._policy)
             if trace is not None:
                 self._cutting.make_room(module, call, self.carrier.device, trace)
         except InfeasibleBudgetError as error:
@@ -232,6 +233,12 @@ class Conductor:
             return None
         notes = (*self._ordering.said, *self._cutting.said, *self._planning.notes)
         return kind.run(kind.trace, notes, versions)
+
+    @property
+    def least_bytes(self) -> int:
+        """Smallest budget with room for an optimizer's state too; 0 where it is not known."""
+        judged = self._judged
+        return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
 
     @property
     def verified(self) -> bool | None:

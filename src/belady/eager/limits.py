@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from belady.errors import BudgetError, InfeasibleBudgetError, TraceError
+from belady.errors import BudgetError, InfeasibleBudgetError, OutOfMemoryError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import StorageKind, Tier, Trace
 from belady.measure.probe import probe
 from belady.measure.stages import Policy
 from belady.measure.static import static_trace
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
-from belady.planners import POLICIES
+from belady.planners import POLICIES, smallest_budget
 from belady.planners import plan as make_plan
-from belady.units import parse_bytes
+from belady.units import format_bytes, parse_bytes
 
 ENGINES = ("eager", "graph", "inductor", "auto")
 
@@ -111,6 +111,38 @@ def refuse_infeasible(
         trace = static_trace(module, call, device, state_copies=2)
         make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
     return trace
+
+
+def least_with_state(trace: Trace, hardware: HardwareProfile, policy: Policy) -> int:
+    """Smallest budget of the floor with two copies of all that is trained, as Adam keeps them.
+
+    Parameters
+    ----------
+    trace
+        Static, of one pass, without optimizer state.
+    """
+    allocator = hardware.allocator
+    floor = allocator.peak_within(smallest_budget("floor", trace, hardware, policy.budget))
+    trained = (it.nbytes for it in trace.storages if it.kind is StorageKind.GRADIENT)
+    return allocator.budget_for(floor + 2 * sum(trained))
+
+
+def out_of_memory(error: torch.OutOfMemoryError, engine: object) -> OutOfMemoryError:
+    """What is raised for torch's error, and what to do about it.
+
+    Parameters
+    ----------
+    engine
+        What ran the iteration; it may know ``least_bytes``.
+    """
+    least = getattr(engine, "least_bytes", 0)
+    said = (
+        f"the device ran out of memory in spite of the plan ({error}); a larger budget, or "
+        "policy='floor', leaves the allocator more room"
+    )
+    if least:
+        said += f". With Adam's state, born in its first step, {format_bytes(least)} are needed"
+    return OutOfMemoryError(said)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from belady.ir.hardware import Allocator, HardwareProfile, Link
 from belady.ir.plan import Encode, Offload, Plan, Recompute
+from belady.ir.scratch import scratch
 from belady.ir.timeline import Measured
 from belady.ir.trace import Op, Phase, Tier, Trace
 from belady.measure.monitor import Sample
@@ -27,6 +28,7 @@ _KERNELS_AGREE, _KERNELS_AT_MOST = 0.01, 0.3
 # library that does not get its workspace takes a slower algorithm and stays with it: halves end.
 _MARGIN_STEP, _HALVED_AT_LEAST = 0.03, 0.08
 MARGIN_AT_LEAST = 0.05
+_EXACT = Allocator(1, 0.0, 0)
 _LOSES = 1.01
 
 
@@ -165,7 +167,7 @@ def with_gap_of(
     if measured.allocation_retries:
         wider = max(MARGIN_AT_LEAST, fraction * 1.5 + 0.02)
         if peak and measured.reserved_bytes:
-            wider = max(wider, (measured.reserved_bytes + _largest_piece(trace)) / peak - 1)
+            wider = max(wider, (measured.reserved_bytes + _largest_piece(trace, plan)) / peak - 1)
         enough = min((it for it, flushed in others if not flushed and it > fraction), default=None)
         if enough is not None:
             wider = (fraction + enough) / 2
@@ -182,9 +184,9 @@ def with_gap_of(
     return replace(allocator, margin_fraction=less) if fraction - less >= _MARGIN_STEP else None
 
 
-def _largest_piece(trace: Trace) -> int:
+def _largest_piece(trace: Trace, plan: Plan) -> int:
     """Most bytes that are asked for at once."""
-    workspace = max((op.workspace_bytes for op in trace.ops), default=0)
+    workspace = max(scratch(trace, plan, _EXACT), default=0)
     moving = (storage.nbytes for storage in trace.storages if not storage.persistent)
     return max(workspace, max(moving, default=0))
 
