@@ -109,7 +109,7 @@ class Moved:
         producer = self._producer
         if producer is None or producer == current_stream(self.carrier.device):
             return nullcontext()
-        return producer
+        return torch.cuda.stream(producer)
 
     @property
     def shared(self) -> bool:

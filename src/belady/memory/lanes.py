@@ -181,7 +181,7 @@ class CudaLanes(Lanes):
     def present(self) -> CudaFence:
         """Record an event on the current stream of the calling thread."""
         # Never cached: the user may switch streams between two calls.
-        return self._record(Lane.COMPUTE, torch.cuda.current_stream(self.device.index))
+        return self._record(Lane.COMPUTE, _current(self.device.index))
 
     def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
         """Put it on the stream of ``lane``."""
@@ -200,11 +200,11 @@ class CudaLanes(Lanes):
 
     def wait(self, fence: Fence, home: Fence) -> None:
         """Order one or two streams after the event."""
-        event = _cuda(fence).event
-        current = torch.cuda.current_stream(self.device.index)
+        event, homely = _cuda(fence).event, _cuda(home).stream
+        current = _current(self.device.index)
         current.wait_event(event)
-        if _cuda(home).stream != current:
-            _cuda(home).stream.wait_event(event)
+        if homely is not current and homely != current:
+            homely.wait_event(event)
 
     def release_to(self, fence: Fence, home: Fence) -> None:
         """Order the stream of ``home`` after the event."""
@@ -218,7 +218,7 @@ class CudaLanes(Lanes):
     def tick(self) -> object:
         """Record a timing event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device.index))
+        event.record(_current(self.device.index))
         return event
 
     def seconds(self, start: object, end: object) -> float:
@@ -247,12 +247,25 @@ _LANES: dict[torch.device, Lanes] = {}
 _LANES_LOCK = threading.Lock()
 
 
+_STREAMS: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Stream to which the calling thread's work on ``device`` goes; None on a CPU.
 
-    By its index: torch looks a device up in several layers of Python, at every copy and wait.
+    It is asked for at every call, as the user may switch streams between two. One object stands for
+    a stream wherever it is met, so it must not be entered as a context.
     """
-    return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
+    return _current(device.index) if device.type == "cuda" else None
+
+
+def _current(index: int) -> torch.cuda.Stream:
+    # torch makes an object each time, in several layers of Python, at every copy and wait.
+    name = torch._C._cuda_getCurrentStream(index)
+    stream = _STREAMS.get(name)
+    if stream is None:
+        stream = _STREAMS[name] = torch.cuda.current_stream(index)
+    return stream
 
 
 def resolve(device: torch.device | str) -> torch.device:
