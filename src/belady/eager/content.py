@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from belady.memory.geometry import Geometry, content_of
+from belady.memory.geometry import Geometry
 from belady.memory.witness import demand_unchanged, witness
 
 
@@ -45,9 +45,11 @@ class Saved:
     read = -1
     __slots__ = ("content", "geometry", "shadow", "version")
 
-    def __init__(self, tensor: torch.Tensor, content: Content) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, content: Content, geometry: Geometry | None = None
+    ) -> None:
         self.content = content
-        self.geometry = Geometry.of(tensor)
+        self.geometry = Geometry.of(tensor) if geometry is None else geometry
         self.shadow = witness(tensor)
         self.version = self.shadow._version
 
@@ -59,11 +61,14 @@ class Saved:
         StaleValueError
             If the original was changed in place after it had been saved.
         """
+        self._demand_unchanged()
         content = self.content
-        demand_unchanged(self.shadow, self.version, self.geometry.shape)
-        for shadow, version in content.given:
-            demand_unchanged(shadow, version, self.geometry.shape)
         return geometry.on(content.take(), content.skipped_bytes)
+
+    def _demand_unchanged(self) -> None:
+        demand_unchanged(self.shadow, self.version, self.geometry.shape)
+        for shadow, version in self.content.given:
+            demand_unchanged(shadow, version, self.geometry.shape)
 
     def take(self) -> torch.Tensor:
         """Give the tensor back as it was saved.
@@ -123,7 +128,7 @@ def laid_out(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """``tensor``, or another one on the same bytes if it lies on them in another way."""
     if geometry.is_of(tensor):
         return tensor
-    return geometry.on(content_of(tensor, 0, tensor.untyped_storage().nbytes()))
+    return geometry.beside(tensor)
 
 
 def unpack(handle: Saved | Kept) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from belady.eager.content import Kept
 from belady.eager.digests import Digests
-from belady.eager.handles import PlannedKept, PlannedSaved
+from belady.eager.handles import PlannedAgain, PlannedKept, PlannedSaved, is_of
 from belady.eager.replay import Recipes, Recomputed, Source, chains
 from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, tables, tiers
 from belady.errors import PlanMismatchError
@@ -193,7 +193,11 @@ class Planned:
     def _managed(self, tensor: torch.Tensor, entry: Entry) -> PlannedSaved | None:
         begun = perf_counter()
         content = self._content(tensor, entry)
-        made = PlannedSaved(tensor, content, entry.read, self._iteration) if content else None
+        made = None
+        if content is not None:
+            handle = PlannedAgain if type(content) is Recomputed else PlannedSaved
+            geometry = None if tensor.is_conj() or tensor.is_neg() else entry.geometry
+            made = handle(tensor, content, geometry, entry.read, self._iteration)
         spent = perf_counter() - begun
         self.host_seconds += spent
         if not isinstance(content, Moved):
@@ -211,7 +215,7 @@ class Planned:
         content = known() if known is not None else None
         if content is not None:
             # The content's weak reference keeps the address from being used again.
-            if _is_of(content, tensor):
+            if is_of(content, tensor):
                 return content
             self._default("saved again from another storage, version or type")
             return None
@@ -242,23 +246,23 @@ class Planned:
 
     def _recomputed(self, tensor: torch.Tensor, entry: Entry) -> Recomputed | None:
         chain = self._chains[entry.value]
-        owners = [owner() for owner in chain.owned.values()]
-        if not all(
-            owner is not None and owner.untyped_storage()._cdata in self._persistent
-            for owner in owners
-        ):
-            # Replaced since it was observed: by another parameter, or by other bytes.
-            self._default("a parameter that its replay needs was replaced")
-            return None
+        versions: dict[int, int] = {}
+        for value, known in chain.owned.items():
+            owner = known()
+            if owner is None or owner.untyped_storage()._cdata not in self._persistent:
+                # Replaced since it was observed: by another parameter, or by other bytes.
+                self._default("a parameter that its replay needs was replaced")
+                return None
+            versions[value] = owner._version
         sources: dict[int, Source] = {}
         for value in chain.saved:
-            known = self._inputs.get(value)
-            handle = known() if known is not None else None
+            source = self._inputs.get(value)
+            handle = source() if source is not None else None
             if handle is None:
                 self._default("what its replay needs is not saved")
                 return None
             sources[value] = handle.laid_out
-        return Recomputed(tensor, chain, sources, self.digests)
+        return Recomputed(tensor, chain, versions, sources, self.digests)
 
     def _advance(self, boundary: int) -> None:
         while boundary >= self._due:
@@ -290,11 +294,3 @@ class Planned:
             if self.on_bring is not None:
                 self.on_bring(content)
         self.host_seconds += perf_counter() - begun
-
-
-def _is_of(content: Moved | Packed | Recomputed, tensor: torch.Tensor) -> bool:
-    if content.identity.cdata != tensor.untyped_storage()._cdata:
-        return False
-    if isinstance(content, Packed) and content.dtype is not tensor.dtype:
-        return False
-    return content.version == tensor._version

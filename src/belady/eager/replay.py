@@ -62,12 +62,15 @@ class Chain:
     ----------
     value
         What it makes; the whole storage of ``nbytes`` bytes.
+    once
+        Whether it is saved once, so that no other save can be of the same bytes.
     saved, owned
         Values that other saves hold, and the tensors of those that persist.
     """
 
     value: int
     nbytes: int
+    once: bool
     recipes: tuple[Recipe, ...]
     saved: tuple[int, ...]
     owned: Mapping[int, weakref.ref[torch.Tensor]]
@@ -107,7 +110,8 @@ def _chain(trace: Trace, value: int, decision: Recompute, recipes: Recipes) -> C
                 saved.append(operand.value)
         made.update(step.outputs)
     nbytes = trace.storages[trace.values[value].storage].nbytes
-    return Chain(value, nbytes, steps, tuple(dict.fromkeys(saved)), owned)
+    once = len(trace.values[value].saves) == 1
+    return Chain(value, nbytes, once, steps, tuple(dict.fromkeys(saved)), owned)
 
 
 class Recomputed:
@@ -117,20 +121,30 @@ class Recomputed:
     ----------
     tensor
         The saved tensor; it is not held.
+    versions
+        Of the tensors in ``chain.owned``.
     sources
         Of the values in ``chain.saved``. Each keeps its value alive, for as long as this lives.
     digests
         Told how each replay came out.
     """
 
+    __slots__ = (
+        *("__weakref__", "given", "here", "identity", "skipped_bytes", "unread", "version"),
+        *("_chain", "_digest", "_digests", "_reader", "_sources", "_versions"),
+    )
+
     def __init__(
         self,
         tensor: torch.Tensor,
         chain: Chain,
+        versions: Mapping[int, int],
         sources: Mapping[int, Source],
         digests: Digests,
     ) -> None:
-        self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.identity: StorageWeakRef | None = None
+        if not chain.once:
+            self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.unread = 0
         self.given: list[tuple[torch.Tensor, int]] = []
@@ -139,7 +153,7 @@ class Recomputed:
         self._reader: Any = None
         self._chain = chain
         self._sources = sources
-        self._versions = {value: _alive(owner)._version for value, owner in chain.owned.items()}
+        self._versions = versions
         self._digest: torch.Tensor | None = None
         if digests.compares(chain.value):
             with unseen():
@@ -147,7 +161,7 @@ class Recomputed:
         self._digests = digests
 
     def take(self) -> torch.Tensor:
-        """Give the bytes, running the ops now unless they were run already.
+        """Give the value, as the op made it, running the ops now unless they were run already.
 
         Raises
         ------
@@ -179,28 +193,30 @@ class Recomputed:
         self.given.clear()
 
     def _replay(self) -> torch.Tensor:
+        chain, source_of = self._chain, self._sources.get
         made: dict[int, torch.Tensor] = {}
 
         def tensor_of(operand: Operand) -> torch.Tensor:
             tensor = made.get(operand.value)
-            if tensor is not None:
-                return laid_out(tensor, operand.geometry)
-            source = self._sources.get(operand.value)
-            if source is not None:
-                return source(operand.geometry)
-            return laid_out(self._owned(operand.value), operand.geometry)
+            if tensor is None:
+                source = source_of(operand.value)
+                if source is not None:
+                    return source(operand.geometry)
+                tensor = self._owned(operand.value)
+            return laid_out(tensor, operand.geometry)
 
-        for step in self._chain.recipes:
+        for step in chain.recipes:
             made.update(zip(step.outputs, step.run(tensor_of), strict=True))
-        content = _whole(made[self._chain.value])
-        if content.numel() != self._chain.nbytes:
+        value = made[chain.value]
+        nbytes = value.untyped_storage().nbytes()
+        if nbytes != chain.nbytes:
             raise ReplayError(
-                f"{self._chain.nbytes} bytes were to be made again, and {content.numel()} were: "
+                f"{chain.nbytes} bytes were to be made again, and {nbytes} were: "
                 "the program computes something else than when it was observed"
             )
         if self._digest is not None:
-            self._digests.compare(self._digest, digest(content))
-        return content
+            self._digests.compare(self._digest, digest(_whole(value)))
+        return value
 
     def _owned(self, value: int) -> torch.Tensor:
         tensor = _alive(self._chain.owned[value])

@@ -10,6 +10,7 @@ import torch
 from belady.ir.plan import Decision, Managed, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Tier, Trace
+from belady.memory.geometry import Geometry
 
 
 class Entry(NamedTuple):
@@ -26,6 +27,8 @@ class Entry(NamedTuple):
         Boundary of the first read, or -1.
     plain
         Whether it is kept and no replay starts from it.
+    geometry
+        All of it, for a tensor that is neither conjugate nor negative.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +41,7 @@ class Entry(NamedTuple):
     value: int
     decision: Decision | None
     plain: bool
+    geometry: Geometry
 
 
 class Action(NamedTuple):
@@ -81,17 +85,19 @@ def tables(trace: Trace, plan: Plan, sources: Container[int]) -> list[list[Entry
     for save, value in saves:
         table = found[save.pass_index]
         table += [None] * (save.ordinal + 1 - len(table))
+        dtype, shape = getattr(torch, save.dtype), torch.Size(save.shape)
         table[save.ordinal] = Entry(
             save.shape,
             save.stride,
             save.offset,
-            getattr(torch, save.dtype),
+            dtype,
             save.packed,
             save.packed - (last[save.packed] != (save.pass_index, save.ordinal)),
             min(save.reads, default=-1),
             value,
             decision := plan.decisions.get(value),
             decision is None and value not in sources,
+            Geometry(dtype, shape, save.stride, save.offset, conj=False, neg=False),
         )
     return found
 

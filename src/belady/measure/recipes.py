@@ -8,7 +8,7 @@ unless its workspace does not fit in memory any more. Then the digests tell.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -66,12 +66,19 @@ class Recipe:
         As they were, with an `Operand` for each tensor.
     outputs
         The value that each tensor of the result showed, in order.
+    places
+        The positional arguments that are, or hold, tensors.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[int, ...] = ()
+    places: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        tensors = (isinstance(arg, (Operand, list, tuple)) for arg in self.args)
+        object.__setattr__(self, "places", tuple(at for at, it in enumerate(tensors) if it))
 
     def operands(self) -> Iterator[Operand]:
         """Tensor arguments, in order."""
@@ -85,11 +92,15 @@ class Recipe:
 
     def run(self, tensor_of: Callable[[Operand], torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the op on the tensors that ``tensor_of`` gives; the tensors of its result."""
-        args = [_filled(arg, tensor_of) for arg in self.args]
-        kwargs = {name: _filled(arg, tensor_of) for name, arg in self.kwargs.items()}
+        args = list(self.args)
+        for place in self.places:
+            args[place] = _filled(args[place], tensor_of)
+        kwargs = self.kwargs
+        if kwargs:
+            kwargs = {name: _filled(arg, tensor_of) for name, arg in kwargs.items()}
         with below_autograd(), torch._C._DisableAutocast():
             result = self.func(*args, **kwargs)
-        return tuple(tensors_in((result,)))
+        return (result,) if type(result) is torch.Tensor else tuple(tensors_in((result,)))
 
 
 def _filled(arg: Any, tensor_of: Callable[[Operand], torch.Tensor]) -> Any:

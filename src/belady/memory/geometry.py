@@ -57,6 +57,17 @@ class Geometry(NamedTuple):
                 return self._on(content, skipped_bytes)
         return self._on(content, skipped_bytes)
 
+    def beside(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Lay the tensor out on the storage of ``tensor``, whose bytes are all there."""
+        if (
+            tensor.dtype is self.dtype
+            and type(tensor) in _PLAIN
+            and not (self.conj or self.neg or tensor.is_conj() or tensor.is_neg() or seen())
+        ):
+            with below_views():
+                return tensor.as_strided(self.shape, self.stride, self.offset)
+        return self.on(content_of(tensor, 0, tensor.untyped_storage().nbytes()))
+
     def _on(self, content: torch.Tensor, skipped_bytes: int) -> torch.Tensor:
         # The original bytes lie where they always did; those brought back have a storage of their
         # own, which begins with them.
