@@ -186,6 +186,10 @@ class DiskStore:
             for part in extent.ranges:
                 self._extents.give(part.start, part.nbytes)
                 self.used_bytes -= part.nbytes
+        # Tickets know their extent: what is over is not left to the garbage collector.
+        extent.reads = []
+        if extent.written is not None and extent.written.error is None:
+            extent.written = None
 
     def free_all(self, extents: Iterable[Extent]) -> None:
         """Give several extents back."""

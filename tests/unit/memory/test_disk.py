@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -184,6 +186,26 @@ def test_private_and_nameless(tmp_path: Path) -> None:
     store.write(random_bytes(100)).wait()
     assert list(tmp_path.iterdir()) == []
     store.close()
+
+
+def test_what_was_freed_is_gone_without_a_garbage_collector(tmp_path: Path) -> None:
+    store = DiskStore(str(tmp_path))
+    into = torch.empty(100, dtype=torch.uint8)
+    gc.disable()
+    try:
+        write = store.write(random_bytes(100))
+        read = store.read(write.extent, into)
+        store.free(write.extent)
+        tickets = [weakref.ref(write), weakref.ref(read)]
+        del write, read
+        # A thread of the store lets go of its last part in its own time.
+        deadline = time.monotonic() + 5
+        while any(it() is not None for it in tickets) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [it() for it in tickets] == [None, None]
+    finally:
+        gc.enable()
+        store.close()
 
 
 def test_nothing_leaks(tmp_path: Path) -> None:
