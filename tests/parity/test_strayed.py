@@ -20,7 +20,7 @@ from belady.errors import PlanMismatchError, ReplayError
 from belady.ir.plan import Plan, Recompute
 from belady.ir.replay import COMPARED_ONE_IN
 from belady.ir.run import Run
-from belady.measure.calls import _numbers
+from belady.measure.arguments import alike_of, is_alike, numbers_of
 from belady.memory.geometry import content_of
 from tests.support.models import Task
 from tests.support.training import Training, differences, footprint, plain, raising
@@ -470,16 +470,60 @@ class Kind(enum.Enum):
     ],
 )
 def test_arguments_that_differ_are_told_apart(before: object, after: object) -> None:
-    first, same_again, other = (_numbers((it,), {"way": 1}) for it in (before, before, after))
+    first, same_again, other = (numbers_of((it,), {"way": 1}) for it in (before, before, after))
     assert first is not None
     assert first == same_again
     assert first != other
+    alike = alike_of((before,), {"way": 1})
+    assert alike is None or not is_alike(alike, (after, "way", 1))
+
+
+@pytest.mark.parametrize(
+    ("before", "again", "after"),
+    [
+        (1000, int("1000"), True),
+        (0.5, float("0.5"), -0.5),
+        ((1000, 2), (int("1000"), 2), (2, 1000)),
+        ([1000, 2], [int("1000"), 2], (1000, 2)),
+        (torch.Size([1, 2]), torch.Size([1, 2]), (1, 2)),
+        ([torch.ones(2)], [torch.zeros(2)], [torch.ones(2), torch.ones(2)]),
+        ([1, None], [1, None], None),
+        ((1, 2), (1, 2), (True, 2)),
+        ((0.0,), (0.0,), (-0.0,)),
+        ((1, (1000, "a")), (1, (int("1000"), "a")), (1, (1000, "b"))),
+        ([], [], [torch.ones(2)]),
+        ([], [], ()),
+    ],
+)
+def test_arguments_made_anew_are_seen_to_be_the_same(
+    before: object, again: object, after: object
+) -> None:
+    alike = alike_of((before,), {})
+    assert alike is not None
+    assert is_alike(alike, (again,))
+    assert not is_alike(alike, (after,))
+    assert not is_alike(alike, (None,))
+    assert not is_alike(alike, (again, again))
+    assert numbers_of((before,), {}) == numbers_of((again,), {}) != numbers_of((after,), {})
+
+
+def test_a_list_that_was_changed_is_another() -> None:
+    numbers = [1, 2]
+    alike = alike_of((numbers,), {})
+    numbers[0] = 3
+    assert alike is not None
+    assert not is_alike(alike, (numbers,))
+
+
+def test_what_equals_nothing_is_never_the_same() -> None:
+    assert not is_alike((float("nan"),), (float("nan"),))
+    assert not is_alike((0.0,), (-0.0,))
 
 
 def test_an_argument_that_cannot_be_compared_is_not_trusted() -> None:
-    assert _numbers((object(),), {}) is None
-    assert _numbers((1, [np.ones(2)]), {}) is None
-    assert _numbers((torch.ones(2),), {"out": [torch.ones(2)]}) is not None
+    assert numbers_of((object(),), {}) is None
+    assert numbers_of((1, [np.ones(2)]), {}) is None
+    assert numbers_of((torch.ones(2),), {"out": [torch.ones(2)]}) is not None
 
 
 def test_replays_that_could_not_be_compared_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,21 +7,20 @@ it. The calls do: they are seen where Python makes them, before the op runs.
 
 from __future__ import annotations
 
-import enum
 import sys
-import types
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from belady.measure.arguments import alike_of, is_alike, numbers_of
 
 _get_stack: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
 _in_backward = torch._C._current_graph_task_id
+_NO_KWARGS: dict[str, Any] = {}
 
 
 class Call(NamedTuple):
@@ -33,8 +32,9 @@ class Call(NamedTuple):
         Its arguments, flattened: what is no tensor by kind and value, parameters by identity. None
         where an argument is of a kind that cannot be compared.
     alike
-        What the arguments of a call with the same numbers usually are, see `_alike`: most pass the
-        very same objects every time, and to see that is several times as fast as to flatten them.
+        What the arguments of a call with the same numbers usually are, see `alike_of`: most pass
+        the very same objects every time, or equal integers, and to see that is several times as
+        fast as to flatten them.
     """
 
     func: Any
@@ -133,9 +133,9 @@ class Learner(Calls):
     def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `Calls.begins`."""
         calls = self.passes[-1]
-        numbers = _numbers(args, kwargs)
+        numbers = numbers_of(args, kwargs)
         self.trusted = numbers is not None and (self._pass, len(calls)) not in self.varying
-        calls.append(Call(func, numbers, _alike(args, kwargs)))
+        calls.append(Call(func, numbers, alike_of(args, kwargs)))
 
     def ends(self) -> None:
         """See `Calls.ends`."""
@@ -174,6 +174,15 @@ class Follower(Calls):
         self._known: list[Call] = []
         self._next = 0
 
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # As `Calls` has it, and nothing is to be done when the call returns: this is what every
+        # call of a planned forward costs.
+        if not self.aside and _in_backward() == -1:
+            self.begins(func, args, kwargs or _NO_KWARGS)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
     def start_iteration(self) -> None:
         """An iteration begins."""
         self.strayed = False
@@ -191,12 +200,14 @@ class Follower(Calls):
             return
         self._next = index + 1
         known = self._known[index] if index < len(self._known) else None
-        if known is None or known.func != func:
+        if known is None or (known.func is not func and known.func != func):
             # From here on nothing says which call is which.
             self.strayed, self._next = True, -1
-        elif _is_alike(known.alike, args, kwargs):
             return
-        elif known.numbers not in (None, _numbers(args, kwargs)):
+        given = (*args, *kwargs, *kwargs.values()) if kwargs else args
+        if known.alike is not None and is_alike(known.alike, given):
+            return
+        if known.numbers not in (None, numbers_of(args, kwargs)):
             name = (self._pass, index)
             self._varying.add(name)
             self.strayed |= name not in self._expected
@@ -214,84 +225,3 @@ def compiled_anything() -> bool:
     return contexts is not None and any(
         backend is not None for backend in contexts.cached_backends.values()
     )
-
-
-def _numbers(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any] | None:
-    found: list[Any] = []
-    comparable = _flatten(args, found)
-    for name, arg in kwargs.items():
-        found.append(name)
-        comparable = _flatten((arg,), found) and comparable
-    return found if comparable else None
-
-
-def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Objects that cannot change, `torch.Tensor` for a tensor, a weak reference for a parameter.
-
-    None where an argument is anything else.
-    """
-    found: list[Any] = []
-    for item in (*args, *kwargs, *kwargs.values()):
-        if type(item) is torch.Tensor:
-            found.append(torch.Tensor)
-        elif isinstance(item, torch.nn.Parameter):
-            found.append(weakref.ref(item))
-        elif _lasting(item):
-            found.append(item)
-        else:
-            return None
-    return tuple(found)
-
-
-def _lasting(item: Any) -> bool:
-    if type(item) is tuple:
-        return all(map(_lasting, item))
-    return type(item) in _LASTING
-
-
-def _is_alike(alike: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call certainly has the numbers of the one that ``alike`` was made of."""
-    given = (*args, *kwargs, *kwargs.values()) if kwargs else args
-    if alike is None or len(given) != len(alike):
-        return False
-    for item, known in zip(given, alike, strict=True):
-        if item is known or type(item) is known:
-            continue
-        if item is None or type(known) is not weakref.ReferenceType or known() is not item:
-            return False
-    return True
-
-
-def _flatten(items: Iterable[Any], into: list[Any]) -> bool:
-    """Append what ``items`` are; whether all of them can be compared."""
-    comparable = True
-    for item in items:
-        kind = type(item)
-        into.append(kind)
-        if kind is torch.Tensor:
-            continue
-        if kind in _PLAIN or isinstance(item, _NUMBERS):
-            into.append(item)
-            if isinstance(item, _WITH_SIGN):
-                into.append(repr(item))  # 0 equals -0
-        elif isinstance(item, torch.nn.Parameter):
-            into.append(id(item))
-        elif isinstance(item, (tuple, list)):
-            into.append(len(item))
-            comparable = _flatten(item, into) and comparable
-        elif kind is slice:
-            comparable = _flatten((item.start, item.stop, item.step), into) and comparable
-        elif not isinstance(item, torch.Tensor):
-            comparable = False
-    return comparable
-
-
-_LASTING = frozenset(
-    {
-        *(int, float, bool, str, complex, type(None), type(...)),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    }
-)
-_PLAIN = _LASTING | {type, types.FunctionType}
-_NUMBERS = (np.generic, enum.Enum)
-_WITH_SIGN = (float, complex, np.inexact)
