@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from belady.eager.content import laid_out
 from belady.eager.digests import Digests, digest
 from belady.errors import PlanMismatchError, ReplayError
 from belady.ir.plan import Plan, Recompute
@@ -203,7 +202,8 @@ class Recomputed:
                 if source is not None:
                     return source(operand.geometry)
                 tensor = self._owned(operand.value)
-            return laid_out(tensor, operand.geometry)
+            geometry = operand.geometry
+            return tensor if geometry.is_of(tensor) else geometry.beside(tensor)
 
         for step in chain.recipes:
             made.update(zip(step.outputs, step.run(tensor_of), strict=True))

@@ -100,7 +100,13 @@ class Recipe:
             kwargs = {name: _filled(arg, tensor_of) for name, arg in kwargs.items()}
         with below_autograd(), torch._C._DisableAutocast():
             result = self.func(*args, **kwargs)
-        return (result,) if type(result) is torch.Tensor else tuple(tensors_in((result,)))
+        if type(result) is torch.Tensor:
+            return (result,)
+        return result if _are_tensors(result) else tuple(tensors_in((result,)))
+
+
+def _are_tensors(result: Any) -> bool:
+    return type(result) is tuple and [type(it) for it in result].count(torch.Tensor) == len(result)
 
 
 def _filled(arg: Any, tensor_of: Callable[[Operand], torch.Tensor]) -> Any:
