@@ -224,7 +224,7 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
         "numerics": list(run.plan.numerics),
         "planning_seconds": planning,
         "moved_values": len(run.plan.decisions),
-        "predicted_peak_bytes": run.plan.predicted_peak_bytes,
+        "predicted_peak_bytes": run.predicted.peak(Tier.DEVICE),
         "predicted_seconds": run.predicted.seconds,
         "predicted_stall_seconds": run.predicted.stall_seconds,
         "kernel_seconds": run.predicted.compute_seconds,

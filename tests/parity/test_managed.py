@@ -227,7 +227,8 @@ def deep_run(policy: str | None, budget: int = 0) -> tuple[list[Tensor], Run | N
     losses = []
 
     def iterate() -> None:
-        for _ in range(6):
+        # Plans are tried with other margins, three iterations each.
+        for _ in range(18):
             loss = model(x)
             loss.backward()
             optimizer.step()
