@@ -169,6 +169,23 @@ def test_what_was_cut_too_coarsely_trains_in_finer_slices(monkeypatch: pytest.Mo
     assert run.measured is not None
 
 
+def test_other_shapes_are_cut_anew_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed = iter([0, 4 * MIB])
+    monkeypatch.setattr(cutting, "over_budget", lambda *_: next(observed, 0))
+    training = Training(WIDE)
+    features = training.model.get_submodule("features")
+    with belady.virtualize(training.models, int(needed("floor") * 0.6)):
+        for index in range(4):
+            for size in (32, 33):
+                x, y = training.batch(index, size)
+                loss = training.task.loss(training.model(x), y)
+                assert "forward" in vars(features)
+                loss.backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+    assert list(observed) == []
+
+
 def test_what_is_called_with_more_than_one_tensor_runs_as_it_is_called() -> None:
     training = Training(SCALED)
     with belady.virtualize(training.models, int(needed("floor", task=SCALED) * 0.6)) as vm:

@@ -271,9 +271,11 @@ class Conductor:
         passes, watched = tuple(iteration.passes), iteration.observation
         alike = kind.seen(alike=trace is not None and passes == kind.passes)
         if alike and trace is not None and watched is not None:
-            if self._cutting.too_coarse(self._modules[passes[0][0]], trace):
-                # Admitted anew, in finer slices, and observed in them.
-                self._kinds.pop(passes[0]).forget()
+            root = passes[0][0]
+            if self._cutting.too_coarse(self._modules[root], trace):
+                # Admitted anew, in finer slices, and observed in them; so is all that calls it.
+                for key in [k for k, it in self._kinds.items() if root in it.roots or k[0] == root]:
+                    self._kinds.pop(key).forget()
                 return
             trials, recipes = watched.recorder.trials, Recipes()
             if trials is not None:

@@ -50,6 +50,11 @@ class Kind(Progress):
     engine: Planned | None = None
     numerics: tuple[str, ...] = ()
 
+    @property
+    def roots(self) -> set[int]:
+        """Numbers of the roots that are called in it."""
+        return {root for root, *_ in self.passes}
+
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
         super().observe_again()
