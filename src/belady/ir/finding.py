@@ -101,7 +101,7 @@ class _Search:
         passed_on = self.passed_on(totals)
         size, larger = divmod(self.samples(given), self.section.slices)
         if size < 1:
-            self.refuse("the batch has fewer samples than there are slices, so it runs whole")
+            self.refuse("the batch has fewer samples than there are slices")
         return Stretch(
             self.name,
             self.parent(),

@@ -34,10 +34,9 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
     changes: names, parameters, ``state_dict``, hooks. Copies and pickles of the model run
     unsectioned.
 
-    A call is cut into slices when grad is enabled, its input or a parameter needs a gradient, and
-    the batch has at least as many samples as there are slices; any other call runs as before. Hooks
-    on modules inside a section would see slices, so they are refused; global module hooks do see
-    slices.
+    A call is cut into slices when grad is enabled and its input or a parameter needs a gradient,
+    a batch of fewer samples than slices into its samples; any other call runs as before. Hooks on
+    modules inside a section would see slices, so they are refused; global module hooks do see them.
 
     Notes
     -----
@@ -111,11 +110,13 @@ class Stretch:
         modules = modules_in(line)
         parameters = _trainable(modules)
         whole = self._only_tensor(args, kwargs)
-        if whole.shape[0] < self.slices or not (whole.requires_grad or parameters):
+        # The last batch of an epoch is smaller, but whole it can need more than a slice of others.
+        slices = min(self.slices, whole.shape[0])
+        if slices < 2 or not (whole.requires_grad or parameters):
             return self.unsectioned(owner, *args)
         refuse_unfit(self.name, line)
         del args
-        cut = bounds(whole.shape[0], self.slices)
+        cut = bounds(whole.shape[0], slices)
         drawing = Drawing(self.name, cut)
         with self.stand_ins.standing(modules, drawing.forwards(modules)) as aliases:
             return SlicedCall(self.name, line, cut, aliases, drawing).run(whole)

@@ -97,10 +97,17 @@ def test_slices_are_as_equal_as_can_be() -> None:
     assert slices_of(model, torch.ones(8, 2)) == [8]
 
 
+def test_a_smaller_batch_runs_sample_by_sample() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Seeing())
+    wrap(model, [children(range(2), 64)])
+    assert slices_of(model, torch.ones(3, 2)) == [1, 1, 1]
+    assert_same_in_sections(block(), images()[:3], children(range(5), 64))
+
+
 def test_what_needs_no_slices_runs_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Seeing())
     wrap(model, [children(range(2), 3)])
-    assert slices_of(model, torch.ones(2, 2)) == [2]
+    assert slices_of(model, torch.ones(1, 2)) == [1]
     with torch.no_grad():
         assert slices_of(model, torch.ones(8, 2)) == [8]
     model.requires_grad_(False)
