@@ -165,17 +165,23 @@ class Value:
     @property
     def first_save(self) -> int:
         """Boundary of the first save."""
-        return min(save.packed for save in self.saves)
+        saves = self.saves
+        # Nearly all are saved once, and planners ask a hundred times for each.
+        return saves[0].packed if len(saves) == 1 else min(save.packed for save in saves)
 
     @property
     def first_read(self) -> int | None:
         """Boundary at which backward first takes the value back, or None."""
-        return min((read for save in self.saves for read in save.reads), default=None)
+        saves = self.saves
+        if len(saves) == 1 and len(saves[0].reads) == 1:
+            return saves[0].reads[0]
+        return min((read for save in saves for read in save.reads), default=None)
 
     @property
     def dropped(self) -> int:
         """Boundary at which the last save is let go."""
-        return max(save.dropped for save in self.saves)
+        saves = self.saves
+        return saves[0].dropped if len(saves) == 1 else max(save.dropped for save in saves)
 
 
 @dataclass(frozen=True)

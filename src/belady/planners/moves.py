@@ -50,7 +50,8 @@ class Schedule(NamedTuple):
 
 def read_by(value: Value) -> int:
     """Boundary at which the bytes must be back: the first read, or the drop if none comes."""
-    return value.dropped if value.first_read is None else value.first_read
+    first = value.first_read
+    return value.dropped if first is None else first
 
 
 def movable(trace: Trace) -> tuple[int, ...]:
