@@ -14,6 +14,8 @@ from belady.planners.hybrid import HYBRID
 from belady.planners.lean import Lean
 from belady.planners.lifetime import LIFETIME
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
+from belady.planners.workspace import as_run
+from belady.simulate import simulate
 
 # Not the floor, from which the lifetime policy starts, nor that one, from which the hybrid does.
 _CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, HYBRID)
@@ -57,9 +59,9 @@ class Auto:
             plans += [(plan, planner) for plan, planner in made if plan is not None]
         if not plans:
             raise min(refusals, key=lambda refusal: refusal.smallest_bytes)
-        best, planner = min(plans, key=_seconds)
+        best, planner = min(plans, key=lambda made: _seconds(made[0], trace, hardware))
         same = attempt(planner, exact=True) if best.numerics else None
-        if same is not None and same.predicted_seconds <= best.predicted_seconds:
+        if same is not None and same.predicted_seconds <= _seconds(best, trace, hardware):
             best = same
         return replace(best, planner=f"{self.name}:{best.planner}")
 
@@ -68,8 +70,10 @@ def _has_a_choice(trace: Trace) -> bool:
     return any(op.algorithms for op in trace.ops)
 
 
-def _seconds(candidate: tuple[Plan, Planner]) -> float:
-    return candidate[0].predicted_seconds
+def _seconds(plan: Plan, trace: Trace, hardware: HardwareProfile) -> float:
+    """Of an iteration as it runs: convolutions have one setting, also where a plan knows better."""
+    runs = as_run(plan, trace)
+    return plan.predicted_seconds if runs == plan else simulate(trace, hardware, runs).seconds
 
 
 AUTO = Auto()

@@ -161,3 +161,29 @@ def test_a_plan_names_what_runs_where_that_is_known(trace: Trace) -> None:
     assert as_run(replace(single, workspace=Workspace.PERFORMANCE), known).layer_algorithms == (
         single.layer_algorithms
     )
+
+
+def test_auto_compares_plans_as_they_run(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = with_seconds_of_lean(trace, 3.0)
+    convs = [i for i, op in enumerate(slow.ops) if op.algorithms]
+    kept = BASELINE(slow, gpu(), PLENTY)
+    # As vDNN's ladder has it: one layer downgraded, and the setting for all.
+    ladder = replace(
+        kept,
+        planner="ladder/1",
+        workspace=Workspace.MEMORY,
+        layer_algorithms=((convs[0], LEAN), *((i, USUAL) for i in convs[1:])),
+    )
+    ladder = replace(ladder, predicted_seconds=simulate(slow, gpu(), ladder).seconds)
+    other = replace(kept, planner="other/1", predicted_seconds=1.01 * ladder.predicted_seconds)
+    assert simulate(slow, gpu(), as_run(ladder, slow)).seconds > other.predicted_seconds
+
+    def refuses(*_: object, **__: object) -> Plan:
+        raise InfeasibleBudgetError(
+            needed_bytes=2, budget_bytes=1, smallest_bytes=2, op="", module=""
+        )
+
+    made = {"_CANDIDATES": (lambda *_, **__: ladder, lambda *_, **__: other), "_LEAN": ()}
+    for name, planners in {**made, "BASELINE": refuses}.items():
+        monkeypatch.setattr(f"belady.planners.auto.{name}", planners)
+    assert plan("auto", slow, gpu(), PLENTY).planner == "auto:other/1"
