@@ -243,7 +243,7 @@ class VirtualMemory:
     def _engine(self) -> Tracker | Roots:
         engine, policy = self._limits.engine, self._limits.policy
         if engine == "eager":
-            return Tracker(self._conductor, self._ended)
+            return Tracker(self._conductor, self._ended, cuts=self._limits.cuts)
         if policy in (*ALWAYS, *MANAGING):
             order = "puts the ops of backward in another order"
             does = order if policy in ALWAYS else "moves values in managed memory"
@@ -262,7 +262,10 @@ class VirtualMemory:
         return tracker.call(module, args, kwargs)
 
     def _go_eager(self, why: str) -> Tracker:
-        roots, tracker = self._tracker, Tracker(self._conductor, self._ended)
+        roots, tracker = (
+            self._tracker,
+            Tracker(self._conductor, self._ended, cuts=self._limits.cuts),
+        )
         roots.close()
         self._notes.append(f"engine='eager', since {why}")
         self._tracker = tracker

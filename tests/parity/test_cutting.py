@@ -15,8 +15,10 @@ from torch import Tensor, nn
 import belady
 from belady.eager import cutting
 from belady.errors import InfeasibleBudgetError
+from belady.forwards import plain_forward
 from belady.ir.run import Run
 from belady.ir.trace import Tier
+from belady.sections.call import SlicedCall
 from tests.support.models import Task
 from tests.support.training import Training, footprint, plain
 
@@ -103,6 +105,9 @@ def images(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 WIDE = Task("wide", lambda: [Wide()], images)
+CHAIN = Task(
+    "chain", lambda: [nn.Sequential(*Wide().features, nn.Flatten(1), nn.Linear(512, 10))], images
+)
 DROPPING = Task("wide with dropout", lambda: [Wide(nn.Dropout(0.2))], images)
 
 TOKENS = Task("tokens", lambda: [Feedforward(perceptron())], sequences)
@@ -184,6 +189,35 @@ def test_other_shapes_are_cut_anew_before_they_run(monkeypatch: pytest.MonkeyPat
                 training.optimizer.step()
                 training.optimizer.zero_grad()
     assert list(observed) == []
+
+
+def test_the_first_call_of_a_root_that_is_cut_itself_runs_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sliced: list[int] = []
+    run = SlicedCall.run
+
+    def counted(self: SlicedCall, whole: Tensor) -> Tensor:
+        sliced.append(len(whole))
+        return run(self, whole)
+
+    monkeypatch.setattr(SlicedCall, "run", counted)
+    training = Training(CHAIN)
+    batch = len(training.batch(0)[0])
+    with belady.virtualize(training.models, int(needed("floor", task=CHAIN) * 0.6)) as vm:
+        sliced.clear()
+        training.run(plain, [0])
+        # Before that a few samples were tried.
+        assert sliced[-1] == batch
+        training.run(plain, range(1, 5))
+        assert "slices along the batch" in vm.report()
+        alone = pickle.loads(pickle.dumps(training.model))
+    expected = Training(CHAIN).run(plain, range(5))
+    for name, tensor in expected.model.state_dict().items():
+        torch.testing.assert_close(training.model.state_dict()[name], tensor)
+    for model in (training.model, alone):
+        assert vars(model).get("forward", plain_forward(model)) == plain_forward(model)
+    assert "forward" not in vars(training.model)
 
 
 def test_what_is_called_with_more_than_one_tensor_runs_as_it_is_called() -> None:

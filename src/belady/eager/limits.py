@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from belady.eager.cutting import POLICIES as CUTTING
 from belady.errors import BudgetError, InfeasibleBudgetError, OutOfMemoryError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
@@ -35,6 +36,11 @@ class Limits:
     policy: str = "auto"
     exact: bool = False
     engine: str = "eager"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether modules may be put in slices."""
+        return self.policy in CUTTING and not self.exact
 
     def demand_known(self) -> None:
         """Refuse names that nobody knows, and what does not go together.

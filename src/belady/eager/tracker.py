@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 from belady.eager.conductor import Conductor
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, pass_key
+from belady.forwards import Late, is_patched
 from belady.measure.monitor import Sample
 from belady.measure.stages import Stage
 
@@ -33,14 +34,20 @@ class Tracker:
         Makes the conductor; called with the root of the first pass of all.
     ended
         Called after every iteration with its stage and measurement.
+    cuts
+        Whether the first call of a root may come to run another forward.
     """
 
     def __init__(
         self,
         prepare: Callable[[torch.nn.Module], Conductor],
         ended: Callable[[Stage, Sample], None],
+        *,
+        cuts: bool = False,
     ) -> None:
         self.roots: list[torch.nn.Module] = []
+        self._cuts = cuts
+        self._late: list[Late] = []
         self.conductor: Conductor | None = None
         self._prepare = prepare
         self._ended = ended
@@ -62,6 +69,10 @@ class Tracker:
         if any(module is root for root in self.roots):
             return False
         self.roots.append(module)
+        # What is compiled in place was looked up when it was traced.
+        if self._cuts and not is_patched(module) and module._compiled_call_impl is None:
+            self._late.append(Late(module))
+            self._late[-1].attach()
         self._handles += [
             module.register_forward_pre_hook(_Hook(self, "enter"), with_kwargs=True),
             module.register_forward_hook(_Hook(self, "_leave"), always_call=True),
@@ -75,6 +86,8 @@ class Tracker:
         finally:
             for handle in self._handles:
                 handle.remove()
+            while self._late:
+                self._late.pop().detach()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
