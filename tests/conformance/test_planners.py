@@ -129,18 +129,35 @@ def long_chain() -> Trace:
     return trace
 
 
+# What `pace` takes on a core of a server (AMD EPYC) that nobody else uses.
+_PACE_S = 0.15
+
+
+def pace() -> float:
+    """Processor seconds of a fixed piece of work like a planner's: more where others slow it down."""
+    start = time.process_time()
+    found: dict[int, tuple[int, int]] = {}
+    for number in range(600_000):
+        before = found.get(number & 4095, (0, 0))
+        found[number & 4095] = (number, max(before[0], number & 255))
+    assert len(found) == 4096
+    return time.process_time() - start
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
     hardware = machine(
         "cuda", link_rate=5.5e10, disk=True, disk_rate=3.4e9, allocator=Allocator(512, 0.05, 0)
     )
     smallest = smallest_budget(policy, long_chain, hardware, Budget(0))
+    before = pace()
     start = time.process_time()
     made = plan(policy, long_chain, hardware, Budget(smallest))
     seconds = time.process_time() - start
     assert made.decisions or policy in ("baseline", "layrub_intra")
-    # The design asks for less than a minute for thirty thousand ops.
-    assert seconds < 20
+    # The design asks for less than a minute for thirty thousand ops, of a core of its own. A
+    # neighbour on the same core costs half of it, which says nothing of the planner.
+    assert seconds < 20 * max(1.0, (before + pace()) / 2 / _PACE_S)
 
 
 def test_unknown_policy(long_chain: Trace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from belady.ir.trace import Tier
@@ -153,7 +154,12 @@ class HardwareProfile:
 
     def link(self, source: Tier, target: Tier) -> Link | None:
         """The link from ``source`` to ``target``, or None when there is none."""
-        return next((x for x in self.links if (x.source, x.target) == (source, target)), None)
+        return self._links_by_ends.get((source, target))
+
+    @cached_property
+    def _links_by_ends(self) -> dict[tuple[Tier, Tier], Link]:
+        # Of two with the same ends the first.
+        return {(link.source, link.target): link for link in reversed(self.links)}
 
     def memory_seconds(self, nbytes: int) -> float:
         """Seconds in which the device reads or writes ``nbytes`` of its own; 0 where unknown."""

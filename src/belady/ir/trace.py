@@ -173,8 +173,8 @@ class Value:
     def first_read(self) -> int | None:
         """Boundary at which backward first takes the value back, or None."""
         saves = self.saves
-        if len(saves) == 1 and len(saves[0].reads) == 1:
-            return saves[0].reads[0]
+        if len(saves) == 1:
+            return min(saves[0].reads, default=None)
         return min((read for save in saves for read in save.reads), default=None)
 
     @property

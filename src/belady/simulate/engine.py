@@ -81,9 +81,7 @@ def routes(hardware: HardwareProfile, tier: Tier) -> tuple[list[tuple[Lane, Link
     TierError
         If the machine lacks a link of the route.
     """
-    staged = tier is Tier.DISK and hardware.capacity(Tier.HOST) > 0
-    stops = (Tier.DEVICE, Tier.HOST, tier) if staged else (Tier.DEVICE, tier)
-    there = list(pairwise(stops))
+    there = list(pairwise(hardware.stops(tier)))
     back = [(target, source) for source, target in reversed(there)]
     return [_hop(hardware, *ends) for ends in there], [_hop(hardware, *ends) for ends in back]
 
@@ -162,6 +160,7 @@ class _Issuer:
     compute: Task | None = None  # the newest task of the compute lane
     host: Task | None = None
     copies: dict[int, list[Task]] = field(default_factory=dict)  # by value, in order of issue
+    known_routes: dict[Tier, tuple[list[tuple[Lane, Link]], ...]] = field(default_factory=dict)
 
     def issue(self) -> None:
         actions = _actions(self.trace, self.plan)
@@ -259,7 +258,13 @@ class _Issuer:
             self.compute = self._add(task)
 
     def _routes(self, value: int) -> tuple[list[tuple[Lane, Link]], ...]:
-        return ways(self.hardware, self.plan.decisions[value])
+        decision = self.plan.decisions[value]
+        if not isinstance(decision, Offload):
+            return ways(self.hardware, decision)
+        # Asked for at every copy of thousands.
+        if decision.tier not in self.known_routes:
+            self.known_routes[decision.tier] = ways(self.hardware, decision)
+        return self.known_routes[decision.tier]
 
     def _add(self, task: Task) -> Task:
         self.tasks.append(task)
