@@ -134,7 +134,7 @@ _PACE_S = 0.15
 
 
 def pace() -> float:
-    """Processor seconds of a fixed piece of work like a planner's: more where others slow it down."""
+    """Processor seconds of a fixed piece of work like a planner's; more beside neighbours."""
     start = time.process_time()
     found: dict[int, tuple[int, int]] = {}
     for number in range(600_000):
