@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from belady.ir.hardware import Allocator, HardwareProfile, Link
 from belady.ir.plan import Encode, Offload, Plan, Recompute
 from belady.ir.scratch import scratch
-from belady.ir.timeline import Measured
+from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Op, Phase, Tier, Trace
 from belady.measure.monitor import Sample
 from belady.simulate import simulate
@@ -20,7 +20,7 @@ _ISSUE_AGREES = 0.8
 # An iteration shorter than that share of the predicted one, or one that waits longer for copies, by
 # that share of it; what its links are then tried as.
 _LINKS_AGREE, _STALLS_AGREE = 0.8, 0.01
-_FASTER: tuple[float, ...] = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_FASTER = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _SLOWER = tuple(0.98**step for step in range(1, 20))
 # Of all kernels: what is too little to correct, and what no clock explains.
 _KERNELS_AGREE, _KERNELS_AT_MOST = 0.01, 0.3
@@ -96,19 +96,27 @@ def with_links_of(
     excess = predicted.seconds - sample.seconds
     waited = sample.stall_seconds - predicted.stall_seconds
     if 0 < sample.seconds < _LINKS_AGREE * predicted.seconds and predicted.stall_seconds >= excess:
-        factors = _FASTER
-    elif min(waited, -excess) > _STALLS_AGREE * predicted.seconds and predicted.stall_seconds > 0:
-        factors = _SLOWER
-    else:
-        return None
-    found = hardware
+        tried = _with_links_times(trace, plan, hardware, _FASTER)
+        agreeing = (found for found, it in tried if it.seconds <= sample.seconds)
+        return next(agreeing, _all_times(hardware, _FASTER[-1]))
+    if min(waited, -excess) > _STALLS_AGREE * predicted.seconds and predicted.stall_seconds > 0:
+        tried = _with_links_times(trace, plan, hardware, _SLOWER)
+        agreeing = (found for found, it in tried if it.stall_seconds >= sample.stall_seconds)
+        return next(agreeing, _all_times(hardware, _SLOWER[-1]))
+    return None
+
+
+def _with_links_times(
+    trace: Trace, plan: Plan, hardware: HardwareProfile, factors: Iterable[float]
+) -> Iterator[tuple[HardwareProfile, Timeline]]:
+    """The machine with links that many times as fast, and what the plan then is predicted to do."""
     for times in factors:
-        found = replace(hardware, links=tuple(_times(link, times) for link in hardware.links))
-        shown = simulate(trace, found, plan)
-        late, waits = shown.seconds > sample.seconds, shown.stall_seconds >= sample.stall_seconds
-        if waits if factors is _SLOWER else not late:
-            break
-    return found
+        found = _all_times(hardware, times)
+        yield found, simulate(trace, found, plan)
+
+
+def _all_times(hardware: HardwareProfile, times: float) -> HardwareProfile:
+    return replace(hardware, links=tuple(_times(link, times) for link in hardware.links))
 
 
 def _times(link: Link, times: float) -> Link:
