@@ -1,4 +1,4 @@
-"""Verb ``kernels``: what running an op again, a digest and a cuDNN algorithm cost on this device.
+"""Verb ``kernels``: what replays, digests, cuDNN's algorithms and copies beside kernels cost here.
 
 Each question is one record. The planners take what they need from a trace; these records say why
 they are built as they are, and whether a device still agrees.
@@ -13,8 +13,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import records
+from benchmarks.beside import copies
 from benchmarks.cases import Record
-from benchmarks.questions import QUESTIONS, Asked
+from benchmarks.questions import OF_KERNELS, Asked
+
+QUESTIONS = {**OF_KERNELS, "copies": copies}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,13 +55,16 @@ def table(found: list[Record]) -> str:
     if not found:
         return "No records yet.\n"
     machines = sorted({f"{record['device_name']}, torch {record['torch']}" for record in found})
-    rows = [_row(record) for record in found if record["what"] != "convolution"]
+    rows = [_row(record) for record in found if record["what"] not in ("convolution", "copy")]
     head = "| what | how | ms for a GiB | shortcut | same bits |\n"
     lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     parts = [f"Measured on: {'; '.join(machines)}.\n", f"{head}{'|---' * 5}|\n{lines}"]
     convolutions = [record for record in found if record["what"] == "convolution"]
     if convolutions:
         parts.append(_convolutions(convolutions))
+    beside = [record for record in found if record["what"] == "copy"]
+    if beside:
+        parts.append(_copies(beside))
     return "\n".join(parts)
 
 
@@ -93,6 +99,26 @@ def _convolutions(found: list[Record]) -> str:
     ]
     head = f"| ms, MiB of workspace | {' | '.join(settings)} |\n{'|---' * (len(settings) + 1)}|\n"
     return head + "".join(lines)
+
+
+def _copies(found: list[Record]) -> str:
+    """A row for each kind of kernels and a column for each way: GB/s, and the share of alone."""
+    alone = {_way(record): record["s_per_gib"] for record in found if _is_alone(record)}
+    rows: dict[str, dict[str, str]] = {}
+    for record in found:
+        seconds, way = record["s_per_gib"], _way(record)
+        share = "" if _is_alone(record) else f", {alone[way] / seconds:.0%}"
+        rows.setdefault(record["beside"], {})[way] = f"{2**30 / seconds / 1e9:.1f}{share}"
+    lines = [f"| {' | '.join([name, *cells.values()])} |\n" for name, cells in rows.items()]
+    return f"| GB/s beside | {' | '.join(alone)} |\n{'|---' * (len(alone) + 1)}|\n{''.join(lines)}"
+
+
+def _way(record: Record) -> str:
+    return f"{record['way']}, both at once" if record["both"] else str(record["way"])
+
+
+def _is_alone(record: Record) -> bool:
+    return bool(record["beside"] == "nothing")
 
 
 def _setting(record: Record) -> str:

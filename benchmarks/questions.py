@@ -79,7 +79,7 @@ def _replays(asked: Asked) -> Iterator[Record]:
     """What it costs to make a GiB again, and whether the bits come out the same."""
     for precision in ("tf32", "bf16"):
         for last in (False, True):
-            with _precisely(precision):
+            with precisely(precision):
                 for name, make, cheaper in _ops(asked, half=precision == "bf16", last=last):
                     about = {"op": name, "precision": precision, "channels_last": last}
                     yield {"what": "replay", **about} | _replayed(asked, make, cheaper)
@@ -205,7 +205,7 @@ def _under(asked: Asked, make: Make, setting: Setting, precision: str) -> Record
         if setting.allowed_mib is not None:
             nbytes = _output_bytes(make, precision) + setting.allowed_mib * MIB
             stack.enter_context(allowance(asked.device, nbytes))
-        stack.enter_context(_precisely(precision, **setting.flags))
+        stack.enter_context(precisely(precision, **setting.flags))
         flags = {"allow_tf32": torch.backends.cudnn.allow_tf32}
         try:
             seconds, workspace = timed(asked.device, make, asked.repeats)
@@ -215,7 +215,7 @@ def _under(asked: Asked, make: Make, setting: Setting, precision: str) -> Record
 
 
 def _output_bytes(make: Make, precision: str) -> int:
-    with _precisely(precision):
+    with precisely(precision):
         made = make()
     tensors = [made] if isinstance(made, torch.Tensor) else made
     return sum(pages(tensor.nbytes) for tensor in tensors if tensor is not None)
@@ -245,7 +245,7 @@ def _directions(asked: Asked, *, half: bool, last: bool) -> Mapping[str, Make]:
 
 
 @contextmanager
-def _precisely(precision: str, **flags: bool) -> Iterator[None]:
+def precisely(precision: str, **flags: bool) -> Iterator[None]:
     """Say all that decides which algorithms cuDNN and cuBLAS may take."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     # One by one: `torch.backends.cudnn.flags` switches cuDNN off unless told otherwise.
@@ -264,7 +264,7 @@ def _precisely(precision: str, **flags: bool) -> Iterator[None]:
         matmul.allow_tf32 = before_matmul
 
 
-QUESTIONS: Mapping[str, Callable[[Asked], Iterator[Record]]] = {
+OF_KERNELS: Mapping[str, Callable[[Asked], Iterator[Record]]] = {
     "digest": _digests,
     "replay": _replays,
     "convolution": _convolutions,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import kernels, records
-from benchmarks.questions import ALLOWED_MIB, _precisely
+from benchmarks.questions import ALLOWED_MIB, precisely
 
 
 def test_every_question_is_answered(tmp_path: Path) -> None:
@@ -63,8 +63,22 @@ def test_an_algorithm_that_does_not_exist_and_an_older_record_have_rows() -> Non
 def test_cudnn_is_in_use_whatever_is_set() -> None:
     cudnn = torch.backends.cudnn
     before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
-    with _precisely("fp32", benchmark=True):
+    with precisely("fp32", benchmark=True):
         assert (cudnn.enabled, cudnn.benchmark, cudnn.allow_tf32) == (True, True, False)
-    with _precisely("tf32", deterministic=True):
+    with precisely("tf32", deterministic=True):
         assert (cudnn.enabled, cudnn.deterministic, cudnn.allow_tf32) == (True, True, True)
     assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) == before
+
+
+def test_copies_beside_kernels_are_told_as_shares_of_copies_alone() -> None:
+    about = {"device_name": "any", "torch": "2", "what": "copy", "both": False}
+    gib = 2**30 / 1e9
+    found = [
+        {**about, "way": way, "beside": beside, "both": both, "s_per_gib": gib / rate}
+        for beside, rates in (("nothing", (50.0, 40.0)), ("relu", (45.0, 20.0)))
+        for way, both, rate in zip(("out", "out"), (False, True), rates, strict=True)
+    ]
+    table = kernels.table(found)
+    assert "| GB/s beside | out | out, both at once |" in table
+    assert "| nothing | 50.0 | 40.0 |" in table
+    assert "| relu | 45.0, 90% | 20.0, 50% |" in table

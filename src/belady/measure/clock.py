@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -74,12 +74,19 @@ class CpuClock:
 
 
 class CudaClock:
-    """Kernel time by events behind a spinning kernel, workspace by the allocator's peak."""
+    """Kernel time by events behind a spinning kernel, workspace by the allocator's peak.
+
+    An op in which the allocator flushes its cache lasts longer than the spin before it; what the
+    host took for it is taken off again, as a plan with room for its blocks does not flush.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._workspaces: list[int] = []
+        self._flushes: list[float] = []
+        self._before = 0
+        self._issued = 0.0
 
     def start(self) -> None:
         """Put a spin and an event in the current stream and reset the allocator's peak."""
@@ -88,14 +95,23 @@ class CudaClock:
         torch.cuda.reset_peak_memory_stats(self._device)
         begun, ended = _event(), _event()
         self._events.append((begun, ended))
+        self._before = self._stats()["num_alloc_retries"]
         torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
         begun.record()
+        self._issued = perf_counter()
 
     def stop(self) -> None:
         """Put the second event; what the peak shows beyond what is left was scratch."""
+        called = perf_counter() - self._issued
         self._events[-1][1].record()
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
-        self._workspaces.append(stats["peak"] - stats["current"])
+        stats = self._stats()
+        held = stats["allocated_bytes"]["all"]
+        self._workspaces.append(held["peak"] - held["current"])
+        self._flushes.append(called if stats["num_alloc_retries"] > self._before else 0.0)
+
+    def _stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return stats
 
     @property
     def workspace(self) -> int:
@@ -105,9 +121,10 @@ class CudaClock:
     def results(self) -> list[tuple[float, int]]:
         """Wait for the device and read all events."""
         torch.cuda.synchronize(self._device)
+        bracketed = zip(self._events, self._flushes, self._workspaces, strict=True)
         return [
-            (begun.elapsed_time(ended) / 1e3, workspace)
-            for (begun, ended), workspace in zip(self._events, self._workspaces, strict=True)
+            (max(0.0, begun.elapsed_time(ended) / 1e3 - flush), workspace)
+            for (begun, ended), flush, workspace in bracketed
         ]
 
 

@@ -1,0 +1,89 @@
+"""The clock of kernels: what the host does in an op is no kernel's time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter, sleep
+
+import pytest
+import torch
+
+from belady.measure.clock import CudaClock, clock_for
+
+MIB = 2**20
+HELD = 20e-3
+
+
+class Event:
+    """On a device that does at once what it is told: its time is the host's."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = perf_counter()
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+@pytest.fixture
+def stats(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counters of the allocator, to be changed by a test."""
+    found = {"num_alloc_retries": 3, "peak": 7 * MIB, "current": 5 * MIB}
+
+    def nested(device: torch.device) -> dict[str, object]:
+        return {"num_alloc_retries": found["num_alloc_retries"], "allocated_bytes": {"all": found}}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", nested)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name in ("synchronize", "reset_peak_memory_stats", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: None)
+    return found
+
+
+@pytest.mark.parametrize("flushes", [0, 1, 4])
+def test_an_op_that_flushes_is_counted_without_the_flush(
+    stats: dict[str, int], flushes: int
+) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    for retries in (0, flushes, 0):
+        clock.start()
+        sleep(HELD)
+        stats["num_alloc_retries"] += retries
+        clock.stop()
+    (before, _), (flushed, workspace), (after, _) = clock.results()
+    assert workspace == 2 * MIB
+    assert min(before, after) >= HELD
+    assert flushed < HELD / 4 if flushes else flushed >= HELD
+
+
+@pytest.fixture
+def scattered() -> Iterator[list[torch.Tensor]]:
+    """Half of what may be reserved, in blocks that do not lie beside one another."""
+    torch.cuda.empty_cache()
+    blocks = [torch.empty(32 * MIB, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + MIB) / total)
+    kept = blocks[::2]
+    del blocks
+    yield kept
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+def test_kernels_keep_their_time_beside_a_flush(scattered: list[torch.Tensor]) -> None:
+    def timed() -> float:
+        clock = clock_for(torch.device("cuda"))
+        clock.start()
+        torch.zeros(768 * MIB, dtype=torch.uint8, device="cuda")
+        clock.stop()
+        return clock.results()[0][0]
+
+    before = torch.cuda.memory_stats()["num_alloc_retries"]
+    flushed = timed()
+    assert torch.cuda.memory_stats()["num_alloc_retries"] > before
+    kernel = timed()
+    assert scattered
+    assert 0.1 * kernel - 1e-4 < flushed < 3 * kernel + 1e-4
