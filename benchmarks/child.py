@@ -250,7 +250,7 @@ def _trial(work: Workload, opener: Opener, cap: int) -> str | None:
         tidy(work, error)
         if isinstance(error, belady.InfeasibleBudgetError):
             return f"infeasible below {error.smallest_bytes}"
-        return "out of memory"
+        return "out of memory" if starved(error) else "a replay came out otherwise"
     tidy(work)
     if kept(record, cap):
         return None
