@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 
-from belady.eager.cutting import Cutting
+from belady.eager.admission import Admission
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, parameters_of, walk
 from belady.eager.kinds import Kind, Planning
 from belady.eager.lasting import Gradients, settle_state
-from belady.eager.limits import least_with_state, refuse_infeasible
-from belady.eager.ordering import Ordering
 from belady.eager.replay import Recipes
-from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Workspace
 from belady.ir.run import Run
@@ -75,9 +72,8 @@ class Conductor:
         self._monitor = Monitor(carrier.device, carrier)
         self._kinds: dict[Key, Kind] = {}
         self._persistent: set[int] = set()
-        self._policy, self._hardware = policy, hardware
-        self._cutting = Cutting(policy, hardware)
-        self._ordering = Ordering(policy, hardware)
+        self._policy = policy
+        self._admission = Admission(policy, hardware, carrier.device, modules)
         below = tuple(t for t in (Tier.HOST, Tier.DISK) if hardware.capacity(t) > 0)
         self._floor = Immediate(
             leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
@@ -90,7 +86,6 @@ class Conductor:
         self._gradients = Gradients(self._for_gradients.copy, policy.budget.device_bytes)
         self._for_state = Apart(carrier.device)
         self._recording = False
-        self._judged: Trace | None = None
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def close(self) -> None:
@@ -101,8 +96,7 @@ class Conductor:
         ReplayError
             If the last iteration has used a wrong replay.
         """
-        self._cutting.close()
-        self._ordering.close()
+        self._admission.close()
         self._gradients.close()
         self._for_gradients.close()
         self._for_state.close()
@@ -135,7 +129,7 @@ class Conductor:
         """
         kind = self._kinds.get(key)
         if kind is None:
-            self._admit(module, call)
+            self._admission.admit(module, call)
             kind = self._kinds[key] = Kind()
             if len(self._kinds) > _KINDS:
                 self._kinds.pop(next(iter(self._kinds))).forget()
@@ -204,41 +198,18 @@ class Conductor:
             self._latest = kind
         return stage, sample
 
-    def _admit(self, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
-        """Refuse what cannot fit, unless it can in the coordinated order or in slices.
-
-        What fits, but not beside the workspaces that a library will ask for, is cut too.
-        """
-        if module in self._cutting:
-            # A trace without bytes is of the modules as they are; now the cap is the judge.
-            return
-        self._ordering.begin(self._modules)
-        try:
-            trace = self._judged = refuse_infeasible(module, call, self._hardware, self._policy)
-            if trace is not None:
-                self._cutting.make_room(module, call, self.carrier.device, trace)
-        except InfeasibleBudgetError as error:
-            # The order comes first: it changes no bit.
-            refusal = self._ordering.answer(error, module, call)
-            if refusal is None:
-                return
-            with self._ordering.given_up(module):
-                if not self._cutting.cut(module, call, self.carrier.device):
-                    raise refusal from None
-
     def run(self, versions: tuple[tuple[str, str], ...]) -> Run | None:
         """Everything known of the kind of iteration that ran last under a plan, or None."""
         kind = self._latest
         if kind is None or kind.trace is None:
             return None
-        notes = (*self._ordering.said, *self._cutting.said, *self._planning.notes)
+        notes = (*self._admission.said, *self._planning.notes)
         return kind.run(kind.trace, notes, versions)
 
     @property
     def least_bytes(self) -> int:
         """Smallest budget with room for an optimizer's state too; 0 where it is not known."""
-        judged = self._judged
-        return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
+        return self._admission.least_bytes
 
     @property
     def verified(self) -> bool | None:
@@ -272,7 +243,7 @@ class Conductor:
         alike = kind.seen(alike=trace is not None and passes == kind.passes)
         if alike and trace is not None and watched is not None:
             root = passes[0][0]
-            if self._cutting.too_coarse(self._modules[root], trace):
+            if self._admission.too_coarse(self._modules[root], trace):
                 # Admitted anew, in finer slices, and observed in them; so is all that calls it.
                 for key in [k for k, it in self._kinds.items() if root in it.roots or k[0] == root]:
                     self._kinds.pop(key).forget()
@@ -282,7 +253,7 @@ class Conductor:
                 owners, learner = watched.recorder.owners, trials.learner
                 known = learner.passes, learner.varying, kind.varying
                 recipes = Recipes(trials.recipes, owners, *known)
-            if any(self._modules[root] in self._cutting for root, *_ in passes):
+            if any(self._modules[root] in self._admission for root, *_ in passes):
                 kind.numerics = ("sections",)
             self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
         else:

@@ -154,6 +154,8 @@ def _managed(
         return None, (("managed_memory", f"not measured: {error}"),)
     except TierError:
         return None, ()  # nor will it be there next time
+    finally:
+        torch.cuda.empty_cache()
 
 
 def _disk_links(folder: str, near: Tier) -> tuple[Link, Link]:

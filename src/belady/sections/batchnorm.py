@@ -66,8 +66,7 @@ class BatchNorm:
         for part in parts:
             assert part is not None
             module._check_input_dim(part)
-            dims = _all_but_channels(part)
-            variance, mean = torch.var_mean(_precise(part), dims, correction=0)
+            variance, mean = _moments(_precise(part))
             counts.append(part.numel() // part.shape[1])
             means.append(mean)
             squares.append(variance * counts[-1])
@@ -150,14 +149,14 @@ class Normalising:
         of_product = torch.zeros_like(self.mean)
         for edge, gradient in zip(edges, gradients, strict=True):
             assert gradient is not None
-            of_gradient += gradient.sum(_all_but_channels(gradient), dtype=self.mean.dtype)
+            of_gradient += _sum(gradient, self.mean.dtype)
             of_product += self._product(edge, gradient)
         return of_product * self.inverse, of_gradient
 
     def _product(self, edge: GradientEdge, gradient: Tensor) -> Tensor:
         part, _ = _saved(edge)
         centred = part - _along_channels(self.mean, part)
-        return centred.mul_(gradient).sum(_all_but_channels(part))
+        return _sum(centred.mul_(gradient), centred.dtype)
 
     def input_gradient(
         self, edge: GradientEdge, gradient: Tensor, sums: tuple[Tensor, Tensor]
@@ -198,6 +197,38 @@ def _precise(part: Tensor) -> Tensor:
     return part if part.dtype is torch.float64 else part.float()
 
 
+def _moments(part: Tensor) -> tuple[Tensor, Tensor]:
+    """Variance (over all, not one less) and mean of each channel."""
+    inner = _first(part)
+    if not inner:
+        variance, mean = torch.var_mean(part, _all_but_channels(part), correction=0)
+        return variance, mean
+    variances, means = torch.var_mean(part, inner, correction=0)
+    variance, mean = torch.var_mean(means, 0, correction=0)
+    return variance + variances.mean(0), mean
+
+
+def _sum(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of each channel."""
+    inner = _first(part)
+    if not inner:
+        return part.sum(_all_but_channels(part), dtype=dtype)
+    return part.sum(inner, dtype=dtype).sum(0)
+
+
+def _first(part: Tensor) -> list[int]:
+    """Dimensions to reduce before the samples, sample by sample; none where all go at once.
+
+    Over all samples of a channels_last tensor at once, CUDA's reduction puts partial results in
+    scratch memory that can be five times the bytes of the tensor.
+    """
+    return [] if part.is_contiguous() else list(range(2, part.dim()))
+
+
+def _all_but_channels(part: Tensor) -> list[int]:
+    return [dim for dim in range(part.dim()) if dim != 1]
+
+
 def _pooled(counts: list[int], means: list[Tensor], squares: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Mean and variance (over all, not one less) from those of the slices, in their order.
 
@@ -212,10 +243,6 @@ def _pooled(counts: list[int], means: list[Tensor], squares: list[Tensor]) -> tu
     for count, one, square in zip(counts, means, squares, strict=True):
         centred += square + count * (one - mean) ** 2
     return mean, centred / total
-
-
-def _all_but_channels(part: Tensor) -> list[int]:
-    return [dim for dim in range(part.dim()) if dim != 1]
 
 
 def _along_channels(vector: Tensor, part: Tensor) -> Tensor:

@@ -1,0 +1,135 @@
+"""What is done to the modules before a kind of iteration first runs, so that it can fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from belady.eager.cutting import Cutting
+from belady.eager.limits import least_with_state, refuse_infeasible
+from belady.eager.ordering import Ordering
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.trace import Phase, StorageKind, Trace
+from belady.measure.stages import Policy
+from belady.planners import smallest_budget
+from belady.sections.losses import Losses
+from belady.units import format_bytes
+
+# What has losses in slices: the others do as their papers say.
+_POLICIES = frozenset({"auto", "hybrid"})
+# The part of the budget from which on the logarithms of a loss matter.
+_MATTERS = 64
+# What a loss holds at its peak, in bytes of half-precision outputs: the logarithms, their gradient
+# and that of the outputs, each in float32.
+_OF_OUTPUTS = 6
+_LOSSES = (
+    "cross_entropy runs in slices of rows, since all of its logarithms ({}) would be held from "
+    "forward on, and twice in backward: results are the same"
+)
+
+Call = tuple[Any, Any]
+
+
+class Admission:
+    """Judges calls by their static traces, and changes what stands in the way.
+
+    First what changes no bit: losses in slices, the coordinated order. Then modules in slices.
+
+    Parameters
+    ----------
+    modules
+        The roots; the list may grow.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        hardware: HardwareProfile,
+        device: torch.device,
+        modules: list[torch.nn.Module],
+    ) -> None:
+        self._policy, self._hardware = policy, hardware
+        self._device = device
+        self._modules = modules
+        self._cutting = Cutting(policy, hardware)
+        self._ordering = Ordering(policy, hardware)
+        self._losses = Losses(device, policy.budget.device_bytes // _MATTERS)
+        self._judged: Trace | None = None
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What a user should know of what was changed, one sentence each."""
+        losses = [_LOSSES.format(format_bytes(it)) for it in (self._losses.largest_bytes,) if it]
+        return (*losses, *self._ordering.said, *self._cutting.said)
+
+    @property
+    def least_bytes(self) -> int:
+        """Smallest budget with room for an optimizer's state too; 0 where it is not known."""
+        judged = self._judged
+        return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
+
+    def __contains__(self, module: torch.nn.Module) -> bool:
+        return module in self._cutting
+
+    def admit(self, module: torch.nn.Module, call: Call) -> None:
+        """Refuse what cannot fit, unless it can in the coordinated order or in slices.
+
+        What fits, but not beside the workspaces that a library will ask for, is cut too.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan of the policy fits.
+        """
+        if module in self._cutting:
+            # A trace without bytes is of the modules as they are; now the cap is the judge.
+            return
+        self._ordering.begin(self._modules)
+        try:
+            trace = self._judged = self._traced(module, call)
+            if trace is not None:
+                self._cutting.make_room(module, call, self._device, trace)
+        except InfeasibleBudgetError as error:
+            # The order comes first: it changes no bit.
+            refusal = self._ordering.answer(error, module, call)
+            if refusal is None:
+                return
+            with self._ordering.given_up(module):
+                if not self._cutting.cut(module, call, self._device):
+                    raise refusal from None
+
+    def too_coarse(self, module: torch.nn.Module, trace: Trace) -> bool:
+        """Whether sections that were undone now did not do for ``trace``, as observed."""
+        return self._cutting.too_coarse(module, trace)
+
+    def close(self) -> None:
+        """Let everything run as it did."""
+        self._cutting.close()
+        self._ordering.close()
+        self._losses.detach()
+
+    def _traced(self, module: torch.nn.Module, call: Call) -> Trace | None:
+        """The static trace of a call that can fit; losses are in slices from now on if need be."""
+        if self._policy.name not in _POLICIES:
+            return refuse_infeasible(module, call, self._hardware, self._policy)
+        try:
+            trace = refuse_infeasible(module, call, self._hardware, self._policy)
+        except InfeasibleBudgetError:
+            # There may be one in the module.
+            self._losses.attach()
+            return refuse_infeasible(module, call, self._hardware, self._policy)
+        if trace is None or not self._can_keep_all(trace):
+            self._losses.attach()
+        return trace
+
+    def _can_keep_all(self, trace: Trace) -> bool:
+        """Whether nothing need be done, with Adam's state and a loss in float32 of the outputs."""
+        budget = self._policy.budget
+        needed = smallest_budget("baseline", trace, self._hardware, budget)
+        trained = sum(it.nbytes for it in trace.storages if it.kind is StorageKind.GRADIENT)
+        read = {v for op in trace.ops if op.phase is Phase.LOSS for v in op.reads}
+        outputs = {trace.values[value].storage for value in read}
+        given = sum(trace.storages[it].nbytes for it in outputs)
+        return needed + 2 * trained + _OF_OUTPUTS * given <= budget.device_bytes
