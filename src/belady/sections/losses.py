@@ -25,6 +25,7 @@ from belady.errors import SectionError
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = _HALVES | {torch.float32, torch.float64}
+# Not those of AOTAutograd, which a compiler that plans memory itself has asked for.
 _TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
 # Kernels read a row from where its bytes are aligned to 16 on: a slice begins so many rows after
 # the whole does that its rows are aligned as they were.
@@ -68,7 +69,7 @@ class Losses:
 
         @functools.wraps(plain)
         def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            losses = owner()
+            losses = None if torch.compiler.is_compiling() else owner()
             options = _options(*args, **kwargs)
             if losses is None or options is None or not losses._takes(input, target, options):
                 return plain(input, target, *args, **kwargs)
@@ -102,7 +103,6 @@ class Losses:
             and torch.is_grad_enabled()
             and _logarithms_bytes(logits) >= self._least_bytes
             and not torch._C._are_functorch_transforms_active()
-            and not torch.compiler.is_compiling()
             and forward_ad._current_level < 0
             and _are_classes(target, logits.shape[1], options.ignore_index)
         )

@@ -240,6 +240,22 @@ def test_the_place_is_given_back_in_any_order() -> None:
     F.cross_entropy = PLAIN
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiler_does_as_ever(backend: str) -> None:
+    logits, target = given(40, 11)
+    plain = results(logits, target)
+    standing = Losses(logits.device, 1)
+    standing.attach()
+    compiled = torch.compile(lambda a, b: F.cross_entropy(a, b), backend=backend, fullgraph=True)
+    leaf = logits.clone().requires_grad_()
+    try:
+        loss = compiled(leaf, target)
+    finally:
+        standing.detach()
+    loss.backward(torch.full_like(loss, 1.7))
+    assert equal((loss.detach(), leaf.grad), plain)
+
+
 def test_whoever_forgets_to_close_leaves_plain_pytorch() -> None:
     standing = Losses(torch.device("cpu"), 1)
     standing.attach()
