@@ -31,7 +31,9 @@ _COPIES = (2, 1, 0)
 _WITH_TENSOR_CORES, _WITHOUT = 2.0, 6.3
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
-_ROOM = (0.8, 1.0)
+_ROOM = (0.85, 1.0)
+# Slices in a trial at most: their samples are run as a whole too, where memory is scarce.
+_TRIED = 8
 # How often modules are cut anew where the iteration that was observed needs more than its static
 # trace said, and for how much less each time than what would have done.
 _ANEW, _LESS = 2, 0.98
@@ -188,8 +190,9 @@ def _may(
         return False
     if taken is None or not taken.dtype.is_floating_point or reasons(model, section, trace):
         return False
+    few = replace(section, slices=min(section.slices, _TRIED))
     try:
-        trial(model, section, taken.sample(2 * section.slices, device))
+        trial(model, few, taken.sample(2 * few.slices, device))
     except (SectionError, torch.OutOfMemoryError):
         return False
     return True

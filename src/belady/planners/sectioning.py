@@ -26,6 +26,13 @@ Chain = Sequence[str]
 # More slices make kernels too small to be of use; a longer stretch does more.
 _SLICES = (2, 4, 8, 16, 32, 64)
 _ROUNDS = 16
+# What is tried first: short stretches, whose ends are resident as a whole, or long ones, where one
+# number of slices has to do for all.
+Order = Callable[[tuple[tuple[str, ...], int]], tuple[int, int]]
+_ORDERS: tuple[Order, ...] = (
+    lambda it: (len(it[0]), it[1]),
+    lambda it: (-len(it[0]), it[1]),
+)
 
 
 def sections_for(
@@ -35,7 +42,7 @@ def sections_for(
     chains: Sequence[Chain],
     may: Callable[[Section], bool],
 ) -> tuple[Section, ...] | None:
-    """Fewest slices with which the floor of ``trace`` fits; None if none do.
+    """Fewest slices of the fewest bytes with which the floor of ``trace`` fits; None if none do.
 
     Parameters
     ----------
@@ -52,16 +59,8 @@ def sections_for(
         Empty if it fits as it is. Whoever runs them changes the order of sums.
     """
     search = _Search(trace, hardware, budget, chains, may)
-    chosen: tuple[Section, ...] = ()
-    for _ in range(_ROUNDS):
-        over, at = search.excess(chosen)
-        if over <= 0:
-            return chosen
-        better = next(search.better(chosen, at, over), None)
-        if better is None:
-            return None
-        chosen = better
-    return None
+    found = [it for order in _ORDERS for it in (search.found(order),) if it is not None]
+    return min(found, key=search.work, default=None)
 
 
 def with_workspaces(trace: Trace, share: float) -> Trace:
@@ -108,30 +107,52 @@ class _Search:
         self._allowed: dict[tuple[str, ...], bool] = {}
         self._out = _output_bytes(trace)
 
+    def found(self, order: Order) -> tuple[Section, ...] | None:
+        """Sections with which the floor fits, by the least change of the worst module each time."""
+        chosen: tuple[Section, ...] = ()
+        for _ in range(_ROUNDS):
+            over, at = self.excess(chosen)
+            if over <= 0:
+                return chosen
+            better = next(self._better(order, chosen, at, over), None)
+            if better is None:
+                return None
+            chosen = better
+        return None
+
+    def work(self, sections: tuple[Section, ...]) -> int:
+        """Bytes that the ops of ``sections`` touch, as often as there are slices."""
+        return sum(
+            section.slices * sum(self._trace.storages[it].nbytes for it in self._touched(op))
+            for section in sections
+            for op in self._trace.ops
+            if _inside(op.module, section.modules)
+        )
+
     def excess(self, sections: tuple[Section, ...]) -> tuple[int, str]:
         """Bytes of the floor beyond the budget, and the module path of the op that needs most."""
         if sections not in self._known:
             self._known[sections] = self._judged(sections)
         return self._known[sections]
 
-    def better(
-        self, chosen: tuple[Section, ...], at: str, over: int
+    def _better(
+        self, order: Order, chosen: tuple[Section, ...], at: str, over: int
     ) -> Iterator[tuple[Section, ...]]:
         """Sections with which module ``at`` is no longer that much over, least change first."""
-        for modules, slices in self._candidates(chosen, at):
+        for modules, slices in self._candidates(order, chosen, at):
             section = Section(modules, slices)
             rest = tuple(it for it in chosen if not _overlap(it.modules, modules))
             sections = tuple(sorted((*rest, section), key=lambda it: it.modules))
-            if not self._is_allowed(section):
-                continue
             left, where = self.excess(sections)
-            if left <= 0 or (left < over and not _inside(where, modules)):
+            helps = left <= 0 or (left < over and not _inside(where, modules))
+            # The real module runs for an answer: asked last.
+            if helps and self._is_allowed(section):
                 yield sections
 
     def _candidates(
-        self, chosen: tuple[Section, ...], at: str
+        self, order: Order, chosen: tuple[Section, ...], at: str
     ) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Stretches around ``at`` with the smallest bytes at their ends, shortest first."""
+        """Stretches around ``at`` with the smallest bytes at their ends."""
         present = next((it for it in chosen if _inside(at, it.modules)), None)
         if present is not None:
             yield from ((present.modules, more) for more in _SLICES if more > present.slices)
@@ -139,8 +160,7 @@ class _Search:
             middle = next((i for i, name in enumerate(chain) if _inside(at, (name,))), None)
             if middle is None:
                 continue
-            stretches = sorted(self._stretches(chain, middle), key=len)
-            yield from product(stretches, _SLICES)
+            yield from sorted(product(self._stretches(chain, middle), _SLICES), key=order)
 
     def _stretches(self, chain: Chain, middle: int) -> Iterator[tuple[str, ...]]:
         """Runs of ``chain`` that begin and end where little goes in and out."""
@@ -149,6 +169,9 @@ class _Search:
         last = [j for j in range(middle, len(chain)) if _lower(sizes, j)]
         for i, j in product(first, last):
             yield tuple(chain[i : j + 1])
+
+    def _touched(self, op: Op) -> set[int]:
+        return {self._trace.values[value].storage for value in (*op.reads, *op.writes)}
 
     def _is_allowed(self, section: Section) -> bool:
         """Whether it may be cut at all, asked once for all numbers of slices."""

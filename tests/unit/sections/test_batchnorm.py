@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import SectionError
+from belady.sections.batchnorm import _moments, _sum
 from belady.sections.wrap import wrap
 from tests.unit.sections.comparing import assert_alike, assert_same_in_sections, children, twins
 
@@ -118,3 +119,19 @@ def test_others_are_refused_in_training_mode() -> None:
         wrap(model, [children(range(2), 2)])
     model.eval()
     assert_same_in_sections(model, torch.randn(4, 3), children(range(2), 2))
+
+
+@pytest.mark.gpu
+def test_channels_last_statistics_need_no_scratch_memory() -> None:
+    part = torch.randn(16, 64, 112, 112, device="cuda").contiguous(
+        memory_format=torch.channels_last
+    )
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    variance, mean = _moments(part)
+    total = _sum(part, torch.float32)
+    assert torch.cuda.max_memory_allocated() - before < part.nbytes // 4
+    assert torch.allclose(variance, part.var((0, 2, 3), correction=0), rtol=1e-5)
+    assert torch.allclose(mean, part.mean((0, 2, 3)), atol=1e-6)
+    assert torch.allclose(total, part.sum((0, 2, 3)), atol=0.5)
