@@ -220,7 +220,7 @@ def _first(part: Tensor) -> list[int]:
     """Dimensions to reduce before the samples, sample by sample; none where all go at once.
 
     Over all samples of a channels_last tensor at once, CUDA's reduction puts partial results in
-    scratch memory that can be five times the bytes of the tensor.
+    scratch memory that can be several times the bytes of the tensor.
     """
     return [] if part.is_contiguous() else list(range(2, part.dim()))
 
