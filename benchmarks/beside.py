@@ -28,7 +28,7 @@ def copies(asked: Asked) -> Iterator[Record]:
     if asked.device.type != "cuda":
         return
     for name, precision, make in _companions(asked):
-        with nullcontext() if precision is None else precisely(precision):
+        with nullcontext() if precision is None else precisely(precision, benchmark=True):
             for ways in WAYS:
                 yield from _rates(asked, name, make, ways)
 
@@ -41,7 +41,13 @@ def _companions(asked: Asked) -> Iterator[tuple[str, str | None, Make | None]]:
         x = torch.randn(asked.images, 64, asked.edge, asked.edge, **like)
         w = torch.randn(64, 64, 3, 3, **like)
         yield f"convolution, {precision}", precision, lambda x=x, w=w: F.conv2d(x, w, padding=1)
+        yield f"its backward, {precision}", precision, lambda x=x, w=w: _backward(x, w)
     yield "relu", None, lambda x=x: torch.relu(x)
+
+
+def _backward(x: torch.Tensor, weight: torch.Tensor) -> object:
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+    return torch.ops.aten.convolution_backward.default(x, x, weight, None, *rest)
 
 
 def _rates(asked: Asked, beside: str, make: Make | None, ways: tuple[str, ...]) -> Iterator[Record]:

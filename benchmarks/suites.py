@@ -109,6 +109,15 @@ def _save_on_cpu() -> Iterable[Case]:
         yield Case("resnet50", OURS + method, budget, "bf16", shared=budget == "own")
 
 
+def _ocdnn() -> Iterable[Case]:
+    """OC-DNN's policy in core and at 1/1.1, 1/2 and 1/4 of plain's peak, beside the default one."""
+    for net in ("resnet50", "vgg19", "googlenet", "alexnet"):
+        yield Case(net, "plain", "none", "tf32")
+        for budget in ("none", "91%", "50%", "25%"):
+            for method in ("ocdnn_opt", "auto"):
+                yield Case(net, OURS + method, budget, "tf32", shared=True)
+
+
 def _peers() -> Iterable[Case]:
     """Every method at its smallest passing cap, and whether results equal plain's."""
     for method in (*PEER_NAMES, OURS + "auto"):
@@ -145,6 +154,7 @@ SUITES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "shares": _shares,
     "targets": _targets,
     "save_on_cpu": _save_on_cpu,
+    "ocdnn": _ocdnn,
     "peers": _peers,
     "oracle": _oracle,
     "toy": _toy,
