@@ -9,8 +9,8 @@ import torch
 
 from belady.graph.joint import Step
 from belady.measure.recipes import IN_PLACE, REPLAYABLE
+from belady.measure.records import draws
 
-_RANDOM = torch.Tag.nondeterministic_seeded
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor", "_c10d_functional_autograd")
 
@@ -44,7 +44,7 @@ def name_of(step: Step) -> str:
 
 def is_random(step: Step) -> bool:
     """Whether it draws random numbers."""
-    return _RANDOM in _tags(step)
+    return draws(step.node.target, step.node.args, step.node.kwargs)
 
 
 def communicates(step: Step) -> bool:

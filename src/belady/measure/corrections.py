@@ -187,7 +187,9 @@ def with_gap_of(
         return None
     shown = max(MARGIN_AT_LEAST, 1.25 * (measured.reserved_bytes / peak - 1) + 0.02)
     too_small = max((it for it, flushed in others if flushed and it < fraction), default=0.0)
-    half = max(_HALVED_AT_LEAST, (fraction + too_small) / 2)
+    # A piece that does not fit between others is out of memory, not only a flush.
+    least = max(_HALVED_AT_LEAST, _largest_piece(trace, plan) / peak)
+    half = max(least, (fraction + too_small) / 2)
     less = half if shown > half or shown <= too_small else shown
     return replace(allocator, margin_fraction=less) if fraction - less >= _MARGIN_STEP else None
 

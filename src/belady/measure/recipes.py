@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from belady.measure.clock import Clock, NoClock
-from belady.measure.records import tensors_in
+from belady.measure.records import draws, tensors_in
 from belady.memory.geometry import Geometry, below_autograd, content_of
 
 # A norm over the batch needs no running statistics, and must not update them again.
@@ -35,7 +35,9 @@ _FRESH = (
     "native_layer_norm native_group_norm _fused_rms_norm "
     "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d "
     "_softmax _log_softmax mean.dim sum.dim_IntList embedding index.Tensor constant_pad_nd roll "
-    "convolution mm addmm bmm baddbmm"
+    "convolution mm addmm bmm baddbmm "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
 
 
@@ -129,7 +131,9 @@ def draft(
         Number of the value that a tensor shows; -1 where it is not recorded.
     """
     name = str(func)
-    if name not in REPLAYABLE or any(it.is_nested for it in tensors_in((args, *kwargs.values()))):
+    if name not in REPLAYABLE or draws(func, args, kwargs):
+        return None
+    if any(it.is_nested for it in tensors_in((args, *kwargs.values()))):
         return None
     if name in _BATCH_NORMS:
         if not args[_TRAINING]:

@@ -25,6 +25,7 @@ from belady.measure.records import (
     RawSave,
     RawStorage,
     RawValue,
+    draws,
     mutated,
     need_of,
     tensors_in,
@@ -173,8 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.paused or func.namespace == "prim" or func is _DETACH:
             return func(*args, **kwargs)
         if self.call is not None and self.call.is_over():
-            # Nobody's op of ours; a mode cannot be taken off inside it.
-            return func(*args, **kwargs)
+            return func(*args, **kwargs)  # a mode cannot be taken off inside it
         op = self._begin(func, args, kwargs, gap)
         trials = self.trials if op.phase in (Phase.FORWARD, Phase.LOSS) else None
         recipe = trials.draft(func, args, kwargs, self._value_of) if trials is not None else None
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Mode.REPLAY if replay else Mode.NORMAL,
             gap,
             node._sequence_nr() if backward else _newest_node(),
-            random=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
+            random=draws(func, args, kwargs),
             communicates=name.startswith(("c10d", "_c10d_functional")),
         )
         operands = list(tensors_in((*args, *kwargs.values())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,17 @@ def need_of(name: str, args: tuple[Any, ...], position: int) -> Need:
     if name == _MAX_POOL and position == 1:
         return Need.SHAPE  # the indices say where the gradient goes
     return Need.VALUES
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call asks a random generator for numbers: attention does for its dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else argument.default_value
+            return bool(kwargs.get(argument.name, given))
+    return True
 
 
 def written_arguments(func: Any) -> frozenset[int | str]:

@@ -199,32 +199,24 @@ def _precise(part: Tensor) -> Tensor:
 
 def _moments(part: Tensor) -> tuple[Tensor, Tensor]:
     """Variance (over all, not one less) and mean of each channel."""
-    inner = _first(part)
-    if not inner:
+    if part.is_contiguous():
         variance, mean = torch.var_mean(part, _all_but_channels(part), correction=0)
         return variance, mean
-    variances, means = torch.var_mean(part, inner, correction=0)
-    variance, mean = torch.var_mean(means, 0, correction=0)
-    return variance + variances.mean(0), mean
+    variances, means = torch.var_mean(part, -1, correction=0)
+    dims = _all_but_channels(means)
+    variance, mean = torch.var_mean(means, dims, correction=0)
+    return variance + variances.mean(dims), mean
 
 
 def _sum(part: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of each channel."""
-    inner = _first(part)
-    if not inner:
-        return part.sum(_all_but_channels(part), dtype=dtype)
-    return part.sum(inner, dtype=dtype).sum(0)
+    if not part.is_contiguous():
+        part = part.sum(-1, dtype=dtype)
+    return part.sum(_all_but_channels(part), dtype=dtype)
 
 
-def _first(part: Tensor) -> list[int]:
-    """Dimensions to reduce before the samples, sample by sample; none where all go at once.
-
-    Over all samples of a channels_last tensor at once, CUDA's reduction puts partial results in
-    scratch memory that can be several times the bytes of the tensor.
-    """
-    return [] if part.is_contiguous() else list(range(2, part.dim()))
-
-
+# A channels_last tensor is reduced along one dimension first: CUDA's reduction of all at once puts
+# partial results in scratch memory that can be several times the bytes of the tensor.
 def _all_but_channels(part: Tensor) -> list[int]:
     return [dim for dim in range(part.dim()) if dim != 1]
 

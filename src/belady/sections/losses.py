@@ -1,9 +1,9 @@
 """Cross-entropy of many classes in slices of rows, with the same bits, wherever it is called.
 
-Plain PyTorch holds the logarithms of all probabilities from forward on, and their gradient and that
-of the logits in backward, all in float32 under autocast: for a language model often more than
-everything else. Each row is worked out alone by the kernels that are used here, so slices of rows
-have the same bits (sums over rows are left to the kernel that takes them in plain PyTorch).
+Plain PyTorch holds the logarithms of all probabilities from forward on, and in backward their
+gradient and that of the logits beside them: for a language model often more than everything else.
+Its kernels work out each row alone, so slices of rows have the same bits; the sum over rows is left
+to the kernel that makes it in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _ROWS = 16
 # A slice of the logarithms is a part of all, but not less than what keeps a device busy.
 _PARTS, _LEAST_SLICE = 32, 16 << 20
 _IGNORED = -100
-_aten = torch.ops.aten
 
 
 class Losses:
@@ -70,15 +69,11 @@ class Losses:
         @functools.wraps(plain)
         def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             losses = None if torch.compiler.is_compiling() else owner()
-            options = _options(*args, **kwargs)
-            if losses is None or options is None or not losses._takes(input, target, options):
+            call = _call(plain, *args, **kwargs)
+            if losses is None or call is None or not losses._takes(input, target, call):
                 return plain(input, target, *args, **kwargs)
             losses.largest_bytes = max(losses.largest_bytes, _logarithms_bytes(input))
-
-            def again(logits: Tensor, target: Tensor) -> Tensor:
-                return plain(logits, target, *args, **kwargs)
-
-            loss: Tensor = _Rows.apply(input, target, options, again)  # type: ignore[no-untyped-call]
+            loss: Tensor = _Rows.apply(input, target, call)  # type: ignore[no-untyped-call]
             return loss
 
         self._function = F.cross_entropy = cross_entropy
@@ -89,7 +84,7 @@ class Losses:
         if function is not None and F.cross_entropy is function:
             F.cross_entropy = self._below
 
-    def _takes(self, logits: Tensor, target: Tensor, options: _Options) -> bool:
+    def _takes(self, logits: Tensor, target: Tensor, call: _Call) -> bool:
         return (
             self._function is not None
             and type(logits) in _TENSORS
@@ -104,38 +99,46 @@ class Losses:
             and _logarithms_bytes(logits) >= self._least_bytes
             and not torch._C._are_functorch_transforms_active()
             and forward_ad._current_level < 0
-            and _are_classes(target, logits.shape[1], options.ignore_index)
+            and _are_classes(target, logits.shape[1], call.ignored)
         )
 
 
-class _Options(NamedTuple):
-    ignore_index: int
-    reduction: int
+class _Call(NamedTuple):
+    """A call of ``plain`` with its options."""
+
+    plain: Callable[..., Tensor]
+    ignored: int
+    reduction: str
+
+    def of_rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The loss of each row."""
+        return self.plain(logits, target, ignore_index=self.ignored, reduction="none")
+
+    def whole(self, logits: Tensor, target: Tensor) -> Tensor:
+        """What plain PyTorch gives."""
+        return self.plain(logits, target, ignore_index=self.ignored, reduction=self.reduction)
 
 
-def _options(
+def _call(
+    plain: Callable[..., Tensor],
     weight: Tensor | None = None,
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> _Options | None:
-    """The arguments of a call, or None for what is left to plain PyTorch."""
+) -> _Call | None:
+    """A call with these arguments, or None for what is left to plain PyTorch."""
     rare = (weight, size_average, reduce)
     if any(it is not None for it in rare) or label_smoothing or reduction not in _REDUCTIONS:
         return None
-    return _Options(ignore_index, _REDUCTIONS[reduction])
-
-
-def _precise(logits: Tensor) -> torch.dtype:
-    """Dtype of the logarithms: autocast has the loss in float32."""
-    cast = logits.dtype in _HALVES and torch.is_autocast_enabled(logits.device.type)
-    return torch.float32 if cast else logits.dtype
+    return _Call(plain, ignore_index, reduction)
 
 
 def _logarithms_bytes(logits: Tensor) -> int:
-    return logits.numel() * _precise(logits).itemsize
+    """Of the logarithms as the sum over rows reads them: autocast has it in float32."""
+    autocast = torch.is_autocast_enabled(logits.device.type)
+    return logits.numel() * (max(4, logits.itemsize) if autocast else logits.itemsize)
 
 
 def _are_classes(target: Tensor, classes: int, ignored: int) -> bool:
@@ -145,7 +148,8 @@ def _are_classes(target: Tensor, classes: int, ignored: int) -> bool:
     return bool((((target >= 0) & (target < classes)) | (target == ignored)).all())
 
 
-def _slices(rows: int, nbytes: int) -> Iterator[slice]:
+def _slices(logits: Tensor) -> Iterator[slice]:
+    rows, nbytes = len(logits), logits.nbytes
     part = max(nbytes // _PARTS, _LEAST_SLICE)
     step = max(_ROWS, int(rows * part / nbytes) // _ROWS * _ROWS)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
@@ -155,49 +159,41 @@ class _Rows(torch.autograd.Function):
     """One node of autograd's graph; it saves the logits alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, options: _Options, again: Callable[..., Tensor]
-    ) -> Tensor:
-        dtype, rows = _precise(logits), len(logits)
-        counted = target != options.ignore_index
-        places = torch.where(counted, target, 0).unsqueeze(1)
-        chosen = logits.new_empty((rows, 1), dtype=dtype)
-        for part in _slices(rows, _logarithms_bytes(logits)):
-            logarithms = _aten._log_softmax(logits[part].to(dtype), 1, False)
-            torch.gather(logarithms, 1, places[part], out=chosen[part])
-            del logarithms
-        # One class is left, and each row that counts is of it.
-        only = torch.where(counted, 0, _IGNORED)
-        loss, total = _aten.nll_loss_forward(chosen, only, None, options.reduction, _IGNORED)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, call: _Call) -> Tensor:
+        losses = [call.of_rows(logits[part], target[part]) for part in _slices(logits)]
+        # The kernel that sums up finds the loss of each row where it finds that of one class.
+        only = torch.where(target == call.ignored, _IGNORED, 0)
+        of_class = torch.cat(losses).neg_().unsqueeze(1)
+        reduction = _REDUCTIONS[call.reduction]
+        loss, total = torch.ops.aten.nll_loss_forward(of_class, only, None, reduction, _IGNORED)
         ctx.save_for_backward(logits, target, total)
-        ctx.options, ctx.dtype, ctx.again = options, dtype, again
+        kind = logits.device.type
+        ctx.call, ctx.kind, ctx.dtype = call, kind, torch.get_autocast_dtype(kind)
+        ctx.autocast = torch.is_autocast_enabled(kind)
         made: Tensor = loss
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, target, total = _saved(ctx)
-        if torch.is_grad_enabled():
-            # A gradient that is to have a graph of its own.
-            loss = ctx.again(logits.to(ctx.dtype), target)
-            found = torch.autograd.grad(loss, logits, gradient, create_graph=True)
-            return *found, None, None, None
-        made = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        ignored, reduction = ctx.options
-        for part in _slices(len(logits), logits.numel() * ctx.dtype.itemsize):
-            logarithms = _aten._log_softmax(logits[part].to(ctx.dtype), 1, False)
-            slope = _aten.nll_loss_backward(
-                gradient if gradient.dim() == 0 else gradient[part],
-                logarithms,
-                target[part],
-                None,
-                reduction,
-                ignored,
-                total,
-            )
-            made[part] = _aten._log_softmax_backward_data(slope, logarithms, 1, ctx.dtype)
-            del logarithms, slope
-        return made, None, None, None
+        call: _Call = ctx.call
+        with torch.autocast(ctx.kind, ctx.dtype, enabled=ctx.autocast):
+            if torch.is_grad_enabled():
+                # A gradient that is to have a graph of its own.
+                loss = call.whole(logits, target)
+                return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None
+            # What a mean's gradient is in the kernel of plain PyTorch.
+            each = (gradient / total if call.reduction == "mean" else gradient).expand(len(logits))
+            made = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            for part in _slices(logits):
+                made[part] = _gradient(call, logits[part].detach(), target[part], each[part])
+        return made, None, None
+
+
+def _gradient(call: _Call, logits: Tensor, target: Tensor, each: Tensor) -> Tensor:
+    with torch.enable_grad():
+        losses = call.of_rows(logits.requires_grad_(), target)
+    return torch.autograd.grad(losses, logits, each)[0]
 
 
 def _saved(ctx: Any) -> tuple[Tensor, ...]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from belady.ir.trace import Mode, Need, Phase, StorageKind
 from belady.measure.clock import CpuClock, NoClock
 from belady.measure.recorder import Recorder
-from tests.unit.measure.watching import CPU
+from belady.measure.records import draws
+from tests.unit.measure.watching import CPU, observed
 
 
 def recorder(*, timed: bool = False) -> Recorder:
@@ -277,3 +278,20 @@ def test_higher_order_operators_are_one_op() -> None:
     assert named(it)[-1] == "cond"
     assert it.ops[-1].writes
     assert y.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+def test_attention_draws_numbers_for_its_dropout_alone(probability: float) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=probability)
+
+    x = torch.randn(2, 4, 8, 16, requires_grad=True)
+    drawing = [op.name for op in observed(Attention(), x).ops if op.random]
+    assert bool(drawing) == (probability > 0)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert draws(attend, (x, x, x), {"dropout_p": probability}) == (probability > 0)
+    assert draws(attend, (x, x, x, probability), {}) == (probability > 0)
+    assert not draws(attend, (x, x, x), {})
+    assert not draws(torch.ops.aten.relu.default, (x,), {})
+    assert draws(torch.ops.aten.bernoulli.default, (x,), {})
