@@ -23,7 +23,7 @@ _GROUPS = {
     "fits": "Everything fits (ResNet-50, batch 256, bf16, channels_last; processes in turn)",
     "save_on_cpu": "ResNet-50, batch 256, bf16, NCHW, at small budgets",
     "founders": "vDNN's policies, each under a hard cap of its predicted peak plus margin",
-    "ocdnn": "OC-DNN's policy in core, at 1/1.1, 1/2 and 1/4 of plain's peak, beside the default one",
+    "ocdnn": "OC-DNN's policy in core, at 1/1.1, 1/2 and 1/4 of plain's peak, beside ours",
     "shares": "The default policy at shares of plain's peak, and within 12 GiB",
 }
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from belady.memory.apart import GRADIENTS_SHARE
+
 # What torch's allocator cuts from its large blocks.
 _LARGE = 2**20
-# Gradients that need more than this part of the budget stay: memory set apart is idle in forward.
-_SHARE = 1 / 8
 
 Place = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -36,7 +36,7 @@ class Gradients:
 
     def __init__(self, place: Place, budget_bytes: int) -> None:
         self._place = place
-        self._most = int(budget_bytes * _SHARE)
+        self._most = int(budget_bytes * GRADIENTS_SHARE)
         self._hooks: dict[int, _Hook] = {}
         self._known: list[weakref.ref[torch.Tensor]] = []
         self._sizes: list[int] = []

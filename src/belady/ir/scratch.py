@@ -17,7 +17,7 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
         If the plan chooses an algorithm that its op does not have.
     """
     held = [allocator.held(op.workspace_bytes) for op in trace.ops]
-    for index, nbytes in _chosen_workspaces(trace, plan).items():
+    for index, nbytes in chosen_workspaces(trace, plan).items():
         held[index] = allocator.held(nbytes)
     for value, decision in plan.decisions.items():
         if isinstance(decision, Recompute):
@@ -36,7 +36,7 @@ def _replay_bytes(trace: Trace, index: int, decision: Recompute, allocator: Allo
     return outputs + max((allocator.held(op.workspace_bytes) for op in ops), default=0)
 
 
-def _chosen_workspaces(trace: Trace, plan: Plan) -> dict[int, int]:
+def chosen_workspaces(trace: Trace, plan: Plan) -> dict[int, int]:
     """Scratch bytes of the ops whose algorithm the plan chooses."""
     chosen: dict[int, int] = {}
     for index, name in plan.layer_algorithms:

@@ -173,25 +173,29 @@ def with_gap_of(
     """
     fraction, peak = allocator.margin_fraction, measured.peak(Tier.DEVICE)
     if measured.allocation_retries:
-        wider = max(MARGIN_AT_LEAST, fraction * 1.5 + 0.02)
+        more = wider(allocator).margin_fraction
         if peak and measured.reserved_bytes:
-            wider = max(wider, (measured.reserved_bytes + _largest_piece(trace, plan)) / peak - 1)
+            more = max(more, (measured.reserved_bytes + _largest_piece(trace, plan)) / peak - 1)
         enough = min((it for it, flushed in others if not flushed and it > fraction), default=None)
         if enough is not None:
-            wider = (fraction + enough) / 2
-            if enough - wider < _MARGIN_STEP:
+            more = (fraction + enough) / 2
+            if enough - more < _MARGIN_STEP:
                 return None
-        return replace(allocator, margin_fraction=wider)
+        return replace(allocator, margin_fraction=more)
     loses = plan.predicted_seconds > _LOSES * sum(op.device_seconds for op in trace.ops)
     if not peak or not measured.reserved_bytes or not loses:
         return None
     shown = max(MARGIN_AT_LEAST, 1.25 * (measured.reserved_bytes / peak - 1) + 0.02)
     too_small = max((it for it, flushed in others if flushed and it < fraction), default=0.0)
-    # A piece that does not fit between others is out of memory, not only a flush.
-    least = max(_HALVED_AT_LEAST, _largest_piece(trace, plan) / peak)
-    half = max(least, (fraction + too_small) / 2)
+    half = max(_HALVED_AT_LEAST, (fraction + too_small) / 2)
     less = half if shown > half or shown <= too_small else shown
     return replace(allocator, margin_fraction=less) if fraction - less >= _MARGIN_STEP else None
+
+
+def wider(allocator: Allocator) -> Allocator:
+    """The allocator with the next margin to try where its own was too small."""
+    fraction = max(MARGIN_AT_LEAST, 1.5 * allocator.margin_fraction + 0.02)
+    return replace(allocator, margin_fraction=fraction)
 
 
 def _largest_piece(trace: Trace, plan: Plan) -> int:

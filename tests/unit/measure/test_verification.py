@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from belady.errors import InfeasibleBudgetError
-from belady.ir.hardware import Allocator
+from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
@@ -83,14 +83,20 @@ def test_who_planned_for_too_little_room_is_asked_again(monkeypatch: pytest.Monk
 
 
 BIG = trace_of([1.0] * 16, [(MIB, at, 15 - at) for at in range(6)])
-QUICK = replace(
-    HARDWARE,
-    capacities=tuple(replace(it, nbytes=1 << 40) for it in HARDWARE.capacities),
-    links=tuple(
-        replace(link, curve=((1, 10.0 * MIB),), duplex_bytes_per_s=10.0 * MIB)
-        for link in HARDWARE.links
-    ),
-)
+
+
+def with_links_of(bytes_per_s: float) -> HardwareProfile:
+    return replace(
+        HARDWARE,
+        capacities=tuple(replace(it, nbytes=1 << 40) for it in HARDWARE.capacities),
+        links=tuple(
+            replace(link, curve=((1, bytes_per_s),), duplex_bytes_per_s=bytes_per_s)
+            for link in HARDWARE.links
+        ),
+    )
+
+
+QUICK, SLOW = with_links_of(10.0 * MIB), with_links_of(0.02 * MIB)
 
 
 @pytest.mark.parametrize(("budget", "margin"), [(6.0, 1.0), (3.6, 0.6), (2.5, None)])
@@ -105,4 +111,43 @@ def test_of_a_wider_margin_as_much_is_tried_as_there_is_room_for(
     measured = Measured(1, 16.0, (16.0,), peaks, 2 * peak - MIB, allocation_retries=3)
     samples = [Sample(0.0, 16.0)]
     _, better = verification.better(BIG, [verified(trial, BIG, measured, samples)], samples)
+    assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin
+
+
+def needing(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
+    """Blocks that need so many times the peak of their plan."""
+
+    def reserved(_: object, plan: Plan, *__: object, gradients_apart: bool) -> int:
+        assert gradients_apart
+        return int(most * plan.predicted_peak_bytes)
+
+    monkeypatch.setattr("belady.measure.verification.reserved_bytes", reserved)
+
+
+@pytest.mark.parametrize(("most", "margin"), [(1.25, 0.2), (1.45, 0.5), (2.1, 0.2)])
+def test_a_margin_that_blocks_will_need_is_there_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, most: float, margin: float
+) -> None:
+    needing(monkeypatch, most)
+    verification = Verification(Policy("lifetime", Budget(4 * MIB)), QUICK)
+    trial = verification.first(BIG)
+    assert trial.hardware.allocator.margin_fraction == pytest.approx(margin)
+
+
+FINE = trace_of([1.0] * 130, [(MIB // 10, at, 129 - at) for at in range(60)])
+
+
+@pytest.mark.parametrize(("most", "margin"), [(1.0, 0.1), (1.11, 0.15), (1.17, None)])
+def test_a_smaller_margin_is_tried_only_where_blocks_fit_into_one_another(
+    monkeypatch: pytest.MonkeyPatch, most: float, margin: float | None
+) -> None:
+    needing(monkeypatch, most)
+    verification = Verification(Policy("lifetime", Budget(int(3.6 * MIB))), SLOW)
+    trial = verification.first(FINE)
+    peak = trial.plan.predicted_peak_bytes
+    assert trial.hardware.allocator.margin_fraction == pytest.approx(0.2)
+    seconds = trial.plan.predicted_seconds
+    measured = Measured(1, seconds, (seconds,), (TierPeak(Tier.DEVICE, peak),), int(1.2 * peak))
+    samples = [Sample(0.0, seconds)]
+    _, better = verification.better(FINE, [verified(trial, FINE, measured, samples)], samples)
     assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin

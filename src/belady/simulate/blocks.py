@@ -1,0 +1,168 @@
+"""How much memory torch's allocator reserves for a plan: its blocks, cut and joined as it does.
+
+What a plan holds follows from issue order alone, and so does where torch puts it. A stretch of
+memory is simulated as expandable segments have it (PyTorch, c10/cuda/CUDACachingAllocator.cpp): a
+block goes into the smallest hole that holds it, the rest of the hole stays one, neighbours that are
+free become one, and what fits nowhere is mapped at the end. What that reserves beyond the bytes
+held is lost between blocks, or in holes too small for a large one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from belady.ir.hardware import Allocator
+from belady.ir.plan import Plan, Recompute
+from belady.ir.residency import intervals, managed_room
+from belady.ir.scratch import chosen_workspaces
+from belady.ir.trace import StorageKind, Tier, Trace
+
+# Smaller ones come from segments of their own, in all a few MiB; a hole keeps such a rest.
+_SMALL = 1 << 20
+# After so many iterations the next ones find what the last one did.
+_ITERATIONS = 2
+
+
+def reserved_bytes(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_apart: bool) -> int:
+    """Bytes that torch's allocator reserves in iterations under ``plan``, if nothing stops it.
+
+    Where that is more than its cap, it flushes its cache in every iteration, or is out of memory.
+
+    Parameters
+    ----------
+    gradients_apart
+        Whether gradients have memory of their own, which is idle while there are none.
+    """
+    lasting, steps = _steps(trace, plan, allocator, gradients_apart)
+    stretch = _Stretch()
+    for _ in range(_ITERATIONS):
+        where: dict[int, int] = {}
+        for step in steps:
+            for block in step.freed:
+                stretch.free(where.pop(block))
+            for block, nbytes in step.back:
+                where[block] = stretch.take(nbytes)
+            for sizes in step.replays:
+                stretch.take_for_now(sizes)
+            for block, nbytes in step.born:
+                where[block] = stretch.take(nbytes)
+            stretch.take_for_now(step.workspace)
+    return lasting + stretch.end + managed_room(trace, plan, allocator)
+
+
+class _Step(NamedTuple):
+    """What is taken and given back around one op, in this order; blocks by number, with bytes.
+
+    ``replays`` has the sizes that each replay takes beside its value, for as long as it runs.
+    """
+
+    freed: list[int]
+    back: list[tuple[int, int]]
+    replays: list[list[int]]
+    born: list[tuple[int, int]]
+    workspace: list[int]
+
+
+def _steps(
+    trace: Trace, plan: Plan, allocator: Allocator, gradients_apart: bool
+) -> tuple[int, list[_Step]]:
+    """Bytes that are there all the time, and what goes on at each op and after the last."""
+    end = len(trace.ops)
+    steps = [_Step([], [], [], [], []) for _ in range(end + 1)]
+    lasting = 0
+    for block, span in enumerate(intervals(trace, plan)):
+        start, over = min(span.start, end), min(span.end, end)
+        if span.tier is not Tier.DEVICE or start >= over:
+            continue
+        nbytes, storage = allocator.held(span.nbytes), trace.storages[span.storage]
+        gradient = storage.kind is StorageKind.GRADIENT
+        if gradients_apart if gradient else storage.persistent:
+            lasting += nbytes
+        elif nbytes > _SMALL:
+            taken = steps[start].born if span.value < 0 else steps[start].back
+            taken.append((block, nbytes))
+            steps[over].freed.append(block)
+    chosen = chosen_workspaces(trace, plan)
+    for index, op in enumerate(trace.ops):
+        steps[index].workspace.append(allocator.held(chosen.get(index, op.workspace_bytes)))
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, Recompute):
+            at = min(decision.at, end)
+            steps[at].replays.append(_beside(trace, value, decision, allocator))
+    return lasting, steps
+
+
+def _beside(trace: Trace, value: int, decision: Recompute, allocator: Allocator) -> list[int]:
+    """Sizes of what a replay makes beside its value, and of its largest workspace."""
+    ops = [trace.ops[op] for op in decision.ops]
+    made = {trace.values[output].storage for op in ops for output in op.replay.writes}
+    made.discard(trace.values[value].storage)
+    sizes = [allocator.held(trace.storages[storage].nbytes) for storage in sorted(made)]
+    return [*sizes, max((allocator.held(op.workspace_bytes) for op in ops), default=0)]
+
+
+class _Stretch:
+    """Memory that grows at its end.
+
+    Attributes
+    ----------
+    end
+        Bytes mapped so far.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._holes: dict[int, int] = {}  # bytes by address
+        self._before: dict[int, int] = {}  # address by end
+        self._by_size: list[tuple[int, int]] = []
+        self._taken: dict[int, int] = {}
+
+    def take(self, nbytes: int) -> int:
+        """Address of a block; the hole at the end, which can grow, comes last."""
+        for index in range(bisect_left(self._by_size, (nbytes, -1)), len(self._by_size)):
+            size, address = self._by_size[index]
+            if address + size < self.end:
+                break
+        else:
+            address = self._before.get(self.end, self.end)
+            size = max(self._holes.get(address, 0), nbytes)
+        self._fill(address)
+        self.end = max(self.end, address + size)
+        rest = size - nbytes
+        if rest > _SMALL:
+            self._open(address + nbytes, rest)
+            size = nbytes
+        self._taken[address] = size
+        return address
+
+    def free(self, address: int) -> None:
+        """Give a block back; it becomes one with the holes beside it."""
+        size = self._taken.pop(address)
+        if address + size in self._holes:
+            size += self._fill(address + size)
+        if address in self._before:
+            before = self._before[address]
+            size += self._fill(before)
+            address = before
+        self._open(address, size)
+
+    def take_for_now(self, sizes: Iterable[int]) -> None:
+        """Take blocks one after another, and give all back."""
+        taken = [self.take(nbytes) for nbytes in sizes if nbytes > _SMALL]
+        for address in taken:
+            self.free(address)
+
+    def _open(self, address: int, size: int) -> None:
+        self._holes[address] = size
+        self._before[address + size] = address
+        insort(self._by_size, (size, address))
+
+    def _fill(self, address: int) -> int:
+        """Take a hole away, if there is one; gives its bytes."""
+        size = self._holes.pop(address, 0)
+        if size:
+            del self._before[address + size]
+            self._by_size.pop(bisect_left(self._by_size, (size, address)))
+        return size

@@ -1,0 +1,125 @@
+"""Blocks as torch's allocator cuts them: by hand, and against a slow allocator, plain to see."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from belady.ir.hardware import Allocator
+from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan
+from belady.ir.residency import curve
+from belady.ir.trace import StorageKind, Tier, Trace
+from belady.simulate import blocks
+from belady.simulate.blocks import reserved_bytes
+from tests.properties import test_recompute, test_simulate
+from tests.unit.simulate.cases import trace_of
+
+MIB = 1 << 20
+EXACT = Allocator(1, 0.0, 0)
+
+
+def reserved(trace: Trace, *assignments: Assignment, gradients_apart: bool = False) -> int:
+    plan = Plan(trace.fingerprint, "made", Budget(1 << 60), assignments)
+    return reserved_bytes(trace, plan, EXACT, gradients_apart=gradients_apart)
+
+
+def test_what_dies_makes_room_for_what_is_as_large() -> None:
+    chain = trace_of([1.0] * 6, [(8 * MIB, at, at + 1) for at in range(5)])
+    assert reserved(chain) == 2 * 8 * MIB
+
+
+def test_a_hole_between_others_is_lost_for_what_is_larger() -> None:
+    # Small, large, small; the large one dies and a larger one comes.
+    sizes = [(4 * MIB, 0, 7), (8 * MIB, 1, 2), (4 * MIB, 2, 7), (10 * MIB, 5, 7)]
+    trace = trace_of([1.0] * 8, sizes)
+    held = curve(trace, Plan(trace.fingerprint, "", Budget(0)), EXACT)
+    assert max(held) == (4 + 4 + 10) * MIB
+    assert reserved(trace) == (4 + 8 + 4 + 10) * MIB
+
+
+def test_moving_a_value_away_makes_a_hole_and_bringing_it_back_takes_one() -> None:
+    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 7), (8 * MIB, 3, 5)])
+    assert reserved(trace) == 16 * MIB
+    away = Assignment(0, Offload(Tier.HOST, 0, 1, 6, 7))
+    assert reserved(trace, away) == 8 * MIB
+    assert reserved(trace, Assignment(0, Keep())) == 16 * MIB
+
+
+@pytest.mark.parametrize(("apart", "expected"), [(False, 16), (True, 24)])
+def test_memory_apart_is_idle_while_there_are_no_gradients(apart: bool, expected: int) -> None:
+    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 2), (8 * MIB, 1, 2), (8 * MIB, 5, 7)])
+    *others, last = trace.storages
+    trace = replace(trace, storages=(*others, replace(last, kind=StorageKind.GRADIENT)))
+    assert reserved(trace, gradients_apart=apart) == expected * MIB
+
+
+def test_parameters_and_workspaces_count_and_small_blocks_do_not() -> None:
+    trace = trace_of([1.0] * 4, [(8 * MIB, 0, 3), (8 * MIB, 1, 2), (MIB // 2, 1, 2)])
+    first, *others = trace.storages
+    parameter = replace(first, kind=StorageKind.PARAMETER, birth=0, released=4, death=4)
+    ops = [replace(op, workspace_bytes=at * 3 * MIB) for at, op in enumerate(trace.ops)]
+    trace = replace(trace, storages=(parameter, *others), ops=tuple(ops))
+    # At op 2 the workspace of 6 MiB lies beside the value, at op 3 that of 9 MiB takes its hole.
+    assert reserved(trace) == (8 + 8 + 6) * MIB
+
+
+class Slow:
+    """Blocks in order of address, each searched from the first to the last."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, bool]] = []  # bytes, taken
+
+    def take(self, nbytes: int) -> int:
+        holes = [(size, at) for at, (size, taken) in enumerate(self.found) if not taken]
+        inner = [it for it in holes if it[1] < len(self.found) - 1 and it[0] >= nbytes]
+        if inner:
+            size, at = min(inner)
+        elif self.found and not self.found[-1][1]:
+            at = len(self.found) - 1
+            size = max(nbytes, self.found[at][0])
+        else:
+            at, size = len(self.found), nbytes
+        rest = [(size - nbytes, False)] if size - nbytes > blocks._SMALL else []
+        self.found[at : at + 1] = [(size - sum(it for it, _ in rest), True), *rest]
+        return sum(it for it, _ in self.found[:at])
+
+    def free(self, address: int) -> None:
+        at = next(i for i in range(len(self.found)) if self.address(i) == address)
+        self.found[at] = (self.found[at][0], False)
+        for left in (at, at - 1):
+            pair = self.found[max(left, 0) : left + 2]
+            if left >= 0 and len(pair) == 2 and not pair[0][1] and not pair[1][1]:
+                self.found[left : left + 2] = [(pair[0][0] + pair[1][0], False)]
+
+    def address(self, at: int) -> int:
+        return sum(size for size, _ in self.found[:at])
+
+
+@given(st.randoms(use_true_random=False))
+def test_blocks_lie_where_a_search_of_all_would_put_them(rng: random.Random) -> None:
+    stretch, slow = blocks._Stretch(), Slow()
+    living: list[int] = []
+    for _ in range(60):
+        if living and rng.random() < 0.45:
+            address = living.pop(rng.randrange(len(living)))
+            stretch.free(address)
+            slow.free(address)
+        else:
+            nbytes = rng.choice((2, 3, 5, 8, 13)) * MIB + rng.choice((0, 0, MIB // 2))
+            living.append(stretch.take(nbytes))
+            assert living[-1] == slow.take(nbytes)
+        assert stretch.end == sum(size for size, _ in slow.found)
+
+
+@given(case=st.one_of(test_simulate.cases(encode=True), test_recompute.cases()))
+def test_never_less_than_what_is_held(case: tuple) -> None:  # type: ignore[type-arg]
+    trace, _, plan = case
+    allocator = Allocator(1, 0.0, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_SMALL", 0)
+        found = reserved_bytes(trace, plan, allocator, gradients_apart=False)
+    assert found >= max(curve(trace, plan, allocator), default=0)
