@@ -142,11 +142,57 @@ def levels(found: list[Record]) -> str:
     return f"{middle}\n\n{head}{''.join(rows)}"
 
 
+_LANES = {"copy-out": ["device", "host"], "copy-in": ["host", "device"]}
+_FAST = 0.9
+
+
+def lanes(found: list[Record]) -> str:
+    """The section of docs/figures.md on the rates of copies, with a row for each slow lane."""
+    copied = [(record, lane) for record in found for lane in record.get("lanes", ())]
+    copied = [(record, lane) for record, lane in copied if lane["lane"] in _LANES]
+    if not copied:
+        return "No records yet.\n"
+    probed = {lane: _probed(found, ends) for lane, ends in _LANES.items()}
+    shares, rows = [], []
+    for record, lane in copied:
+        # Of all records: some hold links that were corrected by what an iteration showed.
+        links = [
+            it[2:] for r in found for it in r.get("links", ()) if it[:2] == _LANES[lane["lane"]]
+        ]
+        probed = [median(rates) for rates in zip(*links, strict=True)]
+        shares.append([lane["bytes_per_s"] / rate for rate in probed])
+        if shares[-1][0] < _FAST:
+            names = ("workload", "precision", "method", "budget")
+            cells = [*(record[name] for name in names), lane["lane"], lane["copies"]]
+            cells += [f"{lane['bytes_per_s'] / 1e9:.1f}", *(f"{it:.0%}" for it in shares[-1])]
+            rows.append(f"| {' | '.join(map(str, cells))} |\n")
+    head = (
+        "| workload | precision | method | budget | lane | copies | GB/s | of one way | of both |\n"
+        f"{'|---' * 9}|\n"
+    )
+    fast, least = sum(share >= _FAST for share, _ in shares), min(both for _, both in shares)
+    return (
+        f"{fast} of {len(shares)} lanes copy at {_FAST:.0%} or more of the rate that the probe "
+        f"found for one way alone,\nall at {least:.0%} or more of the rate for "
+        f"both ways at once. The others:\n\n{head}{''.join(rows)}"
+    )
+
+
+def _probed(found: list[Record], ends: list[str]) -> list[float]:
+    """Rates of a link, one way and both ways.
+
+    Of all records, as some hold links that were corrected by what an iteration showed.
+    """
+    links = [it[2:] for record in found for it in record.get("links", ()) if it[:2] == ends]
+    return [median(rates) for rates in zip(*links, strict=True)]
+
+
 PAGES: Mapping[str, Mapping[str, Callable[[list[Record]], str]]] = {
     "README.md": {"figures": figures},
     "docs/figures.md": {
         "frontier": peers,
         "levels": levels,
+        "lanes": lanes,
         "founders": founders.table,
         "kernels": lambda _: kernels.table(kernels.committed()),
     },

@@ -85,9 +85,9 @@ def with_links_of(
 ) -> HardwareProfile | None:
     """The machine with links as fast as an iteration that waits for them shows; None if they agree.
 
-    What else moved while the links were measured made them slow, and that is remembered. And beside
-    some kernels copies are slower than beside nothing: 50 instead of 55 GB/s beside those that
-    use no tensor cores, on an H200.
+    What else moved while the links were measured made them slow, and that is remembered. And in an
+    iteration copies can be slower than while nothing else runs: at 50 instead of 55 GB/s in that of
+    VGG-19 in fp32, on an H200.
     """
     if hardware.device == "cpu":
         return None

@@ -144,6 +144,17 @@ def forbidden(axes: Axes, name: str, xs: Sequence[float], ys: Sequence[float]) -
     axes.stairs(heights, edges, baseline=None, color=BLACK, linewidth=0.9, zorder=1.5)
 
 
+def logarithmic(axes: Axes, bottom: float, top: float) -> None:
+    """Make the upright scale logarithmic, with plain numbers on it."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axes.set_yscale("log", nonpositive="clip")
+    axes.set_ylim(bottom, top)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def legend(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None:
     """Name what is drawn, above the axes, where it hides nothing, in as many columns as fit."""
     fitting = [

@@ -28,6 +28,9 @@ from belady.units import format_seconds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Times the fastest, from which on a linear scale would press most methods to the ground.
+_WIDE = 4.0
+
 
 class Kind(StrEnum):
     """Whose a point is; BOUND is what nobody can beat."""
@@ -54,7 +57,8 @@ def frontier(points: Iterable[Point], *, columns: int = 1) -> Figure:
     """Time over memory: a line for each method, and the region that nobody can reach.
 
     A method has a point for each measurement, joined in order of bytes. With less memory no plan
-    is faster, so the bound at a budget holds for all below it: it is drawn in steps.
+    is faster, so the bound at a budget holds for all below it: it is drawn in steps. Where the
+    slowest takes many times as long as the fastest, seconds are on a logarithmic scale.
 
     Raises
     ------
@@ -88,7 +92,11 @@ def frontier(points: Iterable[Point], *, columns: int = 1) -> Figure:
                 ink.line(axes, name, xs, ys, lines, ours=kind is Kind.OURS)
                 lines += 1
         axes.set_xlim(left=0)
-        axes.set_ylim(0, top)
+        least = min(point.seconds for point in drawn) * 1e3
+        if 0 < _WIDE * least < top:
+            ink.logarithmic(axes, least / 1.5, top)
+        else:
+            axes.set_ylim(0, top)
         axes.set_xlabel(f"memory held at the peak ({unit})")
         axes.set_ylabel("time of an iteration (ms)")
         ink.legend(figure, *axes.get_legend_handles_labels())

@@ -108,6 +108,21 @@ def test_frontier_joins_the_points_of_a_method_in_order_of_bytes() -> None:
     assert ours.get_markerfacecolor() != peer.get_markerfacecolor() == "#FFFFFF"
 
 
+@pytest.mark.parametrize(("slowest", "scale"), [(3.0, "linear"), (9.0, "log")])
+def test_what_is_many_times_as_slow_presses_nothing_to_the_ground(
+    slowest: float, scale: str
+) -> None:
+    seconds = (0.0 if scale == "linear" else 0.8, 1.0, slowest)
+    kinds = (Kind.BOUND, Kind.OURS, Kind.PEER)
+    points = [Point(k.name, GIB, s, k) for k, s in zip(kinds, seconds, strict=True)]
+    axes = frontier(points).axes[0]
+    assert axes.get_yscale() == scale
+    low, high = axes.get_ylim()
+    assert low < 800 < 1000 * slowest < high
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert "1000" in labels or scale == "linear"
+
+
 def test_methods_differ_in_grey() -> None:
     points = [Point(f"m{i}", n * GIB, 1.0, Kind.OURS) for i in range(40) for n in (1, 2)]
     lines = frontier(points).axes[0].get_lines()
