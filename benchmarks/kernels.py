@@ -107,10 +107,14 @@ def _copies(found: list[Record]) -> str:
     rows: dict[str, dict[str, str]] = {}
     for record in found:
         seconds, way = record["s_per_gib"], _way(record)
-        share = "" if _is_alone(record) else f", {alone[way] / seconds:.0%}"
+        share = f", {alone[way] / seconds:.0%}" if way in alone and not _is_alone(record) else ""
         rows.setdefault(record["beside"], {})[way] = f"{2**30 / seconds / 1e9:.1f}{share}"
-    lines = [f"| {' | '.join([name, *cells.values()])} |\n" for name, cells in rows.items()]
-    return f"| GB/s beside | {' | '.join(alone)} |\n{'|---' * (len(alone) + 1)}|\n{''.join(lines)}"
+    ways = list(dict.fromkeys(way for cells in rows.values() for way in cells))
+    lines = [
+        f"| {' | '.join([name, *(cells.get(way, '') for way in ways)])} |\n"
+        for name, cells in rows.items()
+    ]
+    return f"| GB/s beside | {' | '.join(ways)} |\n{'|---' * (len(ways) + 1)}|\n{''.join(lines)}"
 
 
 def _way(record: Record) -> str:

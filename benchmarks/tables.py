@@ -148,19 +148,15 @@ _FAST = 0.9
 
 def lanes(found: list[Record]) -> str:
     """The section of docs/figures.md on the rates of copies, with a row for each slow lane."""
-    copied = [(record, lane) for record in found for lane in record.get("lanes", ())]
+    told = [record for record in found if record.get("links")]
+    copied = [(record, lane) for record in told for lane in record.get("lanes", ())]
     copied = [(record, lane) for record, lane in copied if lane["lane"] in _LANES]
     if not copied:
         return "No records yet.\n"
     probed = {lane: _probed(found, ends) for lane, ends in _LANES.items()}
     shares, rows = [], []
     for record, lane in copied:
-        # Of all records: some hold links that were corrected by what an iteration showed.
-        links = [
-            it[2:] for r in found for it in r.get("links", ()) if it[:2] == _LANES[lane["lane"]]
-        ]
-        probed = [median(rates) for rates in zip(*links, strict=True)]
-        shares.append([lane["bytes_per_s"] / rate for rate in probed])
+        shares.append([lane["bytes_per_s"] / rate for rate in probed[lane["lane"]]])
         if shares[-1][0] < _FAST:
             names = ("workload", "precision", "method", "budget")
             cells = [*(record[name] for name in names), lane["lane"], lane["copies"]]

@@ -65,3 +65,18 @@ def test_what_measuring_costs_is_told_of_cases_that_ran_undisturbed() -> None:
     assert "| belady:auto | 50% | 3 | 100.0 | 102.0 | +2.0% | 110.0 |" in told
     assert told.count("belady:auto") == 1
     assert tables.levels([]) == "No records yet.\n"
+
+
+def test_slow_lanes_have_a_row_each() -> None:
+    about = {"workload": "vgg19", "precision": "fp32", "method": "belady:auto", "budget": "12GiB"}
+    links = [["device", "host", 50e9, 40e9], ["host", "device", 60e9, 40e9], ["host", "disk", 1, 1]]
+    out = {"lane": "copy-out", "copies": 3, "bytes_per_s": 42e9}
+    back = {"lane": "copy-in", "copies": 4, "bytes_per_s": 57e9}
+    spilled = {"lane": "disk-write", "copies": 4, "bytes_per_s": 1.0}
+    told = {**about, "links": links, "lanes": [out, back, spilled]}
+    table = tables.lanes([told, about, {**about, "links": [], "lanes": [out]}])
+    assert table.startswith("1 of 2 lanes copy at 90% or more")
+    assert "all at 105% or more" in table
+    assert "| vgg19 | fp32 | belady:auto | 12GiB | copy-out | 3 | 42.0 | 84% | 105% |\n" in table
+    assert table.count("\n") == 6
+    assert tables.lanes([about]) == "No records yet.\n"

@@ -84,30 +84,33 @@ class CudaClock:
         self._device = device
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._workspaces: list[int] = []
-        self._flushes: list[float] = []
+        # Of an op that flushed: an event before it, and the host's time then and after the op.
+        self._flushes: list[tuple[torch.cuda.Event, float, float] | None] = []
         self._before = 0
-        self._issued = 0.0
+        self._waited = _event(), 0.0
 
     def start(self) -> None:
         """Put a spin and an event in the current stream and reset the allocator's peak."""
         if len(self._events) % _OPS_AHEAD == 0:
             torch.cuda.synchronize(self._device)
+            self._waited = _event(), perf_counter()
+            self._waited[0].record()
         torch.cuda.reset_peak_memory_stats(self._device)
         begun, ended = _event(), _event()
         self._events.append((begun, ended))
         self._before = self._stats()["num_alloc_retries"]
         torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
         begun.record()
-        self._issued = perf_counter()
 
     def stop(self) -> None:
         """Put the second event; what the peak shows beyond what is left was scratch."""
-        called = perf_counter() - self._issued
+        returned = perf_counter()
         self._events[-1][1].record()
         stats = self._stats()
         held = stats["allocated_bytes"]["all"]
         self._workspaces.append(held["peak"] - held["current"])
-        self._flushes.append(called if stats["num_alloc_retries"] > self._before else 0.0)
+        flushed = stats["num_alloc_retries"] > self._before
+        self._flushes.append((*self._waited, returned) if flushed else None)
 
     def _stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
@@ -123,9 +126,25 @@ class CudaClock:
         torch.cuda.synchronize(self._device)
         bracketed = zip(self._events, self._flushes, self._workspaces, strict=True)
         return [
-            (max(0.0, begun.elapsed_time(ended) / 1e3 - flush), workspace)
+            (max(0.0, _seconds(begun, ended) - _held_up(begun, flush)), workspace)
             for (begun, ended), flush, workspace in bracketed
         ]
+
+
+def _seconds(one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+    milliseconds: float = one.elapsed_time(other)
+    return milliseconds / 1e3
+
+
+def _held_up(begun: torch.cuda.Event, flush: tuple[torch.cuda.Event, float, float] | None) -> float:
+    """For how long the device waited, behind ``begun``, for a host that flushed.
+
+    A flush waits for all that was issued before: the host's time up to ``begun`` is the device's.
+    """
+    if flush is None:
+        return 0.0
+    before, then, returned = flush
+    return max(0.0, returned - then - _seconds(before, begun))
 
 
 def _event() -> torch.cuda.Event:

@@ -199,7 +199,7 @@ def _precise(part: Tensor) -> Tensor:
 
 def _moments(part: Tensor) -> tuple[Tensor, Tensor]:
     """Variance (over all, not one less) and mean of each channel."""
-    if part.is_contiguous():
+    if not _takes_scratch(part):
         variance, mean = torch.var_mean(part, _all_but_channels(part), correction=0)
         return variance, mean
     variances, means = torch.var_mean(part, -1, correction=0)
@@ -210,13 +210,20 @@ def _moments(part: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sum(part: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of each channel."""
-    if not part.is_contiguous():
+    if _takes_scratch(part):
         part = part.sum(-1, dtype=dtype)
     return part.sum(_all_but_channels(part), dtype=dtype)
 
 
-# A channels_last tensor is reduced along one dimension first: CUDA's reduction of all at once puts
-# partial results in scratch memory that can be several times the bytes of the tensor.
+def _takes_scratch(part: Tensor) -> bool:
+    """Whether it is reduced along one dimension first.
+
+    Over all dimensions of a channels_last tensor at once, CUDA's reduction puts partial results in
+    scratch memory that can be several times the bytes of the tensor.
+    """
+    return part.dim() > 2 and not part.is_contiguous()
+
+
 def _all_but_channels(part: Tensor) -> list[int]:
     return [dim for dim in range(part.dim()) if dim != 1]
 

@@ -62,27 +62,35 @@ class Losses:
         """Take the place, once."""
         if self._function is not None:
             return
-        plain = self._below = F.cross_entropy
+        plain = self._below = _in_use(F.cross_entropy)
         # Whoever forgets to close what owns this leaves a function that only passes calls on.
         owner = weakref.ref(self)
 
         @functools.wraps(plain)
         def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             losses = None if torch.compiler.is_compiling() else owner()
-            call = _call(plain, *args, **kwargs)
+            try:
+                call = _call(plain, *args, **kwargs)
+            except TypeError:  # the plain one says what is wrong
+                call = None
             if losses is None or call is None or not losses._takes(input, target, call):
                 return plain(input, target, *args, **kwargs)
             losses.largest_bytes = max(losses.largest_bytes, _logarithms_bytes(input))
             loss: Tensor = _Rows.apply(input, target, call)  # type: ignore[no-untyped-call]
             return loss
 
+        _STANDING[cross_entropy] = owner, plain
         self._function = F.cross_entropy = cross_entropy
 
     def detach(self) -> None:
         """Give the place back; where another stands on it, only pass calls on from now on."""
         function, self._function = self._function, None
         if function is not None and F.cross_entropy is function:
-            F.cross_entropy = self._below
+            F.cross_entropy = _in_use(self._below)
+
+    def stands(self, function: Callable[..., Tensor]) -> bool:
+        """Whether ``function`` is what stands in the place for this one."""
+        return self._function is function
 
     def _takes(self, logits: Tensor, target: Tensor, call: _Call) -> bool:
         return (
@@ -98,9 +106,34 @@ class Losses:
             and torch.is_grad_enabled()
             and _logarithms_bytes(logits) >= self._least_bytes
             and not torch._C._are_functorch_transforms_active()
+            and not _is_traced()
             and forward_ad._current_level < 0
             and _are_classes(target, logits.shape[1], call.ignored)
         )
+
+
+# Whose each function that ever stood in the place is, and what was there before it.
+_STANDING: weakref.WeakKeyDictionary[
+    Callable[..., Tensor], tuple[weakref.ref[Losses], Callable[..., Tensor]]
+] = weakref.WeakKeyDictionary()
+
+
+def _in_use(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function``, or what it passes calls on to if it is nobody's any more."""
+    while function in _STANDING:
+        owner, below = _STANDING[function]
+        losses = owner()
+        if losses is not None and losses.stands(function):
+            break
+        function = below
+    return function
+
+
+def _is_traced() -> bool:
+    """Whether ops are written down for a graph, which is to have the plain one in it."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY
+    tracing = torch._C._get_tracing_state() is not None
+    return tracing or torch._C._get_dispatch_mode(proxies) is not None
 
 
 class _Call(NamedTuple):
@@ -178,16 +211,24 @@ class _Rows(torch.autograd.Function):
         logits, target, total = _saved(ctx)
         call: _Call = ctx.call
         with torch.autocast(ctx.kind, ctx.dtype, enabled=ctx.autocast):
-            if torch.is_grad_enabled():
-                # A gradient that is to have a graph of its own.
-                loss = call.whole(logits, target)
-                return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None
+            if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(gradient):
+                return *_of_whole(call, logits, target, gradient), None, None
             # What a mean's gradient is in the kernel of plain PyTorch.
             each = (gradient / total if call.reduction == "mean" else gradient).expand(len(logits))
             made = torch.empty_like(logits, memory_format=torch.contiguous_format)
             for part in _slices(logits):
                 made[part] = _gradient(call, logits[part].detach(), target[part], each[part])
         return made, None, None
+
+
+def _of_whole(call: _Call, logits: Tensor, target: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    """For a gradient that is to have a graph of its own, and for several at once."""
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Of a view: hooks on the logits themselves are run by who asks for their gradient.
+        seen = logits.view_as(logits) if graph else logits.detach().requires_grad_()
+        loss = call.whole(seen, target)
+    return torch.autograd.grad(loss, seen, gradient, create_graph=graph)
 
 
 def _gradient(call: _Call, logits: Tensor, target: Tensor, each: Tensor) -> Tensor:
@@ -203,7 +244,7 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
         if "inplace operation" not in str(error):
             raise
         raise SectionError(
-            "the logits were changed in place after cross_entropy, whose backward needs them where "
-            f"memory is scarce: change a copy of them, logits.clone() ({error})"
+            "logits or targets were changed in place after cross_entropy, whose backward needs "
+            f"them where memory is scarce: change a copy, as in logits.clone() ({error})"
         ) from None
     return saved

@@ -15,14 +15,24 @@ HELD = 20e-3
 
 
 class Event:
-    """On a device that does at once what it is told: its time is the host's."""
+    """On a device that does what it is told in order, for as long as kernels take."""
+
+    busy_until = 0.0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
         self.at = 0.0
 
     def record(self) -> None:
-        self.at = perf_counter()
+        self.at = max(perf_counter(), Event.busy_until)
+
+    @staticmethod
+    def kernel(seconds: float) -> None:
+        Event.busy_until = max(perf_counter(), Event.busy_until) + seconds
+
+    @staticmethod
+    def wait() -> None:
+        sleep(max(0.0, Event.busy_until - perf_counter()))
 
     def elapsed_time(self, other: Event) -> float:
         return (other.at - self.at) * 1e3
@@ -59,6 +69,20 @@ def test_an_op_that_flushes_is_counted_without_the_flush(
     assert flushed < HELD / 4 if flushes else flushed >= HELD
 
 
+def test_a_flush_waits_for_all_that_was_issued_before(stats: dict[str, int]) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    for flushes in (False, False, True, False):
+        clock.start()
+        if flushes:
+            Event.wait()
+            sleep(HELD)
+            stats["num_alloc_retries"] += 1
+        Event.kernel(HELD)
+        clock.stop()
+    seconds = [taken for taken, _ in clock.results()]
+    assert seconds == pytest.approx([HELD] * 4, rel=0.25)
+
+
 @pytest.fixture
 def scattered() -> Iterator[list[torch.Tensor]]:
     """Half of what may be reserved, in blocks that do not lie beside one another."""
@@ -76,10 +100,14 @@ def scattered() -> Iterator[list[torch.Tensor]]:
 def test_kernels_keep_their_time_beside_a_flush(scattered: list[torch.Tensor]) -> None:
     def timed() -> float:
         clock = clock_for(torch.device("cuda"))
+        for _ in range(20):  # of which the flush waits for the last
+            clock.start()
+            torch.cuda._sleep(10**6)  # type: ignore[no-untyped-call]
+            clock.stop()
         clock.start()
         torch.zeros(768 * MIB, dtype=torch.uint8, device="cuda")
         clock.stop()
-        return clock.results()[0][0]
+        return clock.results()[-1][0]
 
     before = torch.cuda.memory_stats()["num_alloc_retries"]
     flushed = timed()

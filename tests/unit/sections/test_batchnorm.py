@@ -121,6 +121,43 @@ def test_others_are_refused_in_training_mode() -> None:
     assert_same_in_sections(model, torch.randn(4, 3), children(range(2), 2))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.randn(3, 5).t(),
+        torch.randn(5, 1).expand(5, 4),
+        torch.randn(5, 8)[:, ::2],
+        torch.randn(5, 3, 4, 6).contiguous(memory_format=torch.channels_last),
+        torch.randn(5, 6, 3).transpose(1, 2),
+        torch.randn(5, 3, 2, 4, 6).contiguous(memory_format=torch.channels_last_3d),
+        torch.randn(1).expand(5, 3, 4, 6),
+    ],
+    ids=lambda part: str(tuple(part.shape)) + str(part.stride()),
+)
+def test_tensors_of_any_strides(part: Tensor) -> None:
+    part = part.double()
+    dims = [dim for dim in range(part.dim()) if dim != 1]
+    variance, mean = torch.var_mean(part, dims, correction=0)
+    for found, wanted in zip(_moments(part), (variance, mean), strict=True):
+        assert torch.allclose(found, wanted)
+        assert found.shape == wanted.shape
+    assert torch.allclose(_sum(part, part.dtype), part.sum(dims))
+
+
+@pytest.mark.parametrize("loss", [lambda y: y.sum(), lambda y: y.sum(1).sin().sum()])
+def test_gradients_that_are_expanded(loss: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    plain.double()
+    sliced = copy.deepcopy(plain)
+    wrap(sliced, [children(range(4), 2)])
+    x = torch.randn(7, 6, dtype=torch.float64)
+    for model in (plain, sliced):
+        loss(model(x)).backward()
+    for one, other in zip(plain.parameters(), sliced.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-12)
+
+
 @pytest.mark.gpu
 def test_channels_last_statistics_need_no_scratch_memory() -> None:
     part = torch.randn(16, 64, 112, 112, device="cuda").contiguous(

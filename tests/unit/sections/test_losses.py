@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from belady.errors import SectionError
 from belady.sections import losses
@@ -237,7 +238,79 @@ def test_the_place_is_given_back_in_any_order() -> None:
     nn.CrossEntropyLoss()(logits.requires_grad_(), target)
     assert (one.largest_bytes, two.largest_bytes) == (0, 12 * 7 * 4)
     two.detach()
-    F.cross_entropy = PLAIN
+    assert F.cross_entropy is PLAIN
+
+
+def test_what_somebody_else_put_there_stays() -> None:
+    standing = Losses(torch.device("cpu"), 1)
+    standing.attach()
+    ours = F.cross_entropy
+
+    def other(*args: Any, **kwargs: Any) -> Tensor:
+        return ours(*args, **kwargs)
+
+    F.cross_entropy = other
+    try:
+        standing.detach()
+        assert F.cross_entropy is other
+        logits, target = given(12, 7)
+        assert other(logits.requires_grad_(), target).grad_fn.name() == "NllLossBackward0"
+    finally:
+        F.cross_entropy = PLAIN
+
+
+def test_hooks_on_logits_run_once() -> None:
+    logits, target = given(12, 7)
+
+    def found(*, create_graph: bool) -> tuple[Any, ...]:
+        leaf = logits.clone().requires_grad_()
+        made, calls = leaf * 1, []
+        made.register_hook(lambda gradient: (calls.append(1), gradient * 2)[1])
+        made.retain_grad()
+        loss = F.cross_entropy(made, target)
+        gradients = torch.autograd.grad(loss, (leaf, made), create_graph=create_graph)
+        return len(calls), *(it.detach() for it in gradients)
+
+    for create_graph in (False, True):
+        count, *plain = found(create_graph=create_graph)
+        standing = Losses(logits.device, 1)
+        standing.attach()
+        ours, *sliced = found(create_graph=create_graph)
+        standing.detach()
+        assert count == ours == 1
+        assert all(map(torch.allclose, sliced, plain))
+
+
+def test_several_gradients_at_once() -> None:
+    logits, target = given(6, 5, torch.float64)
+
+    def found() -> Tensor:
+        leaf = logits.clone().requires_grad_()
+        losses_ = F.cross_entropy(leaf, target, reduction="none")
+        each = torch.eye(6, dtype=torch.float64)
+        return torch.autograd.grad(losses_, leaf, each, is_grads_batched=True)[0]
+
+    plain = found()
+    standing = Losses(logits.device, 1)
+    standing.attach()
+    sliced = found()
+    standing.detach()
+    assert torch.allclose(sliced, plain)
+
+
+def test_graphs_that_are_written_down_have_the_plain_loss() -> None:
+    logits, target = given(12, 7)
+    standing = Losses(logits.device, 1)
+    standing.attach()
+    try:
+        graph = make_fx(lambda one, two: F.cross_entropy(one, two))(logits.requires_grad_(), target)
+        names = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+        assert {"aten._log_softmax.default", "aten.nll_loss_forward.default"} <= names
+        assert standing.largest_bytes == 0
+        with pytest.raises(TypeError, match="cross_entropy"):
+            F.cross_entropy(logits, target, unknown=1)  # type: ignore[call-arg]
+    finally:
+        standing.detach()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
