@@ -70,7 +70,8 @@ class Admission:
         judged = self._judged
         return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
 
-    def __contains__(self, module: torch.nn.Module) -> bool:
+    def is_cut(self, module: torch.nn.Module) -> bool:
+        """Whether modules of root ``module`` run in slices."""
         return module in self._cutting
 
     def admit(self, module: torch.nn.Module, call: Call) -> None:

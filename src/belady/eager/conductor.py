@@ -253,7 +253,7 @@ class Conductor:
                 owners, learner = watched.recorder.owners, trials.learner
                 known = learner.passes, learner.varying, kind.varying
                 recipes = Recipes(trials.recipes, owners, *known)
-            if any(self._modules[root] in self._admission for root, *_ in passes):
+            if any(self._admission.is_cut(self._modules[root]) for root, *_ in passes):
                 kind.numerics = ("sections",)
             self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
         else:
