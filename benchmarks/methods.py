@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -17,12 +16,14 @@ import belady
 from belady.errors import InfeasibleBudgetError, ReplayError
 from belady.ir.plan import Budget
 from belady.ir.run import Run
-from belady.ir.timeline import Lane, Measured, Span
+from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
 from belady.measure.corrections import with_gap_of
 from belady.measure.verification import in_blocks
 from belady.planners import plan, smallest_budget
+from benchmarks.average import held_on_average
 from benchmarks.cases import ENGINES, OURS, OWN, Record
+from benchmarks.copies import lane_rates
 from benchmarks.peers import PEERS, Applied
 from benchmarks.workloads import Workload
 
@@ -30,8 +31,6 @@ from benchmarks.workloads import Workload
 # planned again).
 WARM_UP, WARM_UP_MOST = 5, 24
 _UNLIMITED = "1TiB"
-# From here on a copy takes as long as its bytes need; smaller ones are latency as well.
-_LARGE = 4 << 20
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # Libraries have words of their own for an allocation that torch refused them.
@@ -255,6 +254,7 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
         ],
         "largest_bytes": max((s.nbytes for s in run.trace.storages), default=0),
         "notes": list(run.notes),
+        **held_on_average(run),
     }
     measured = run.measured
     if measured is not None:
@@ -267,7 +267,7 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
             "stall_seconds": measured.stall_seconds,
             "moved": [[m.lane, m.nbytes, m.copies] for m in measured.moved],
             "defaults": list(measured.defaults),
-            "lanes": _lane_rates(run, measured.spans),
+            "lanes": lane_rates(run, measured.spans),
         }
         if measured.allocation_retries:
             record["wider_bytes"] = _wider(run, policy, measured)
@@ -279,21 +279,3 @@ def _wider(run: Run, policy: str, measured: Measured) -> int:
     asked = with_gap_of(run.trace, run.plan, run.hardware.allocator, measured)
     hardware = replace(run.hardware, allocator=asked or run.hardware.allocator)
     return smallest_budget(policy, run.trace, hardware, Budget(2**62))
-
-
-def _lane_rates(run: Run, spans: Iterable[Span]) -> list[Record]:
-    """Rates of the recorded copies of whole values of at least 4 MiB, by lane."""
-    seconds: dict[tuple[Lane, int], list[float]] = {}
-    for span in spans:
-        if span.value >= 0:
-            seconds.setdefault((span.lane, span.value), []).append(span.end_s - span.start_s)
-    rates: dict[Lane, list[float]] = {}
-    for (lane, value), times in seconds.items():
-        nbytes = run.trace.storages[run.trace.values[value].storage].nbytes
-        # What goes to disk by way of the host does so in pieces.
-        if len(times) == 1 and nbytes >= _LARGE and times[0] > 0:
-            rates.setdefault(lane, []).append(nbytes / times[0])
-    return [
-        {"lane": lane, "copies": len(of), "bytes_per_s": statistics.median(of), "slowest": min(of)}
-        for lane, of in rates.items()
-    ]

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks.cases import OURS, Case
+from benchmarks.founders.claims import AVERAGE_BATCH, AVERAGE_LESS
 
 NETS = ("alexnet", "googlenet", "resnet50", "vgg19")
 PRECISIONS = ("tf32", "bf16", "fp32")
@@ -118,6 +119,20 @@ def _ocdnn() -> Iterable[Case]:
                 yield Case(net, OURS + method, budget, "tf32", shared=True)
 
 
+def _average() -> Iterable[Case]:
+    """vDNN's figures of average memory: its policy, and the default one in less and less.
+
+    ``auto`` without a cap keeps everything, and so shows what plain holds.
+    """
+    setting: dict[str, Any] = {"precision": "fp32", "sizes": (("batch", AVERAGE_BATCH),)}
+    for net in AVERAGE_LESS:
+        yield Case(net, "plain", **setting)
+        yield Case(net, OURS + "auto", shared=True, **setting)
+        yield Case(net, OURS + "vdnn_all", "own", shared=True, **setting)
+        for budget in ("75%", "50%", "33%", "25%", "smallest"):
+            yield Case(net, OURS + "auto", budget, shared=True, **setting)
+
+
 def _peers() -> Iterable[Case]:
     """Every method at its smallest passing cap, and whether results equal plain's."""
     for method in (*PEER_NAMES, OURS + "auto"):
@@ -155,6 +170,7 @@ SUITES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "targets": _targets,
     "save_on_cpu": _save_on_cpu,
     "ocdnn": _ocdnn,
+    "average": _average,
     "peers": _peers,
     "oracle": _oracle,
     "toy": _toy,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 
-from benchmarks import comparison, kernels
+from benchmarks import average_table, comparison, kernels
 from benchmarks.cases import Record
 from benchmarks.founders import table as founders
 from benchmarks.records import committed
@@ -189,6 +189,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[list[Record]], str]]] = {
         "frontier": peers,
         "levels": levels,
         "lanes": lanes,
+        "average": average_table.table,
         "founders": founders.table,
         "kernels": lambda _: kernels.table(kernels.committed()),
     },

@@ -10,11 +10,11 @@ import torch
 import belady
 from belady.ir.plan import Budget, Keep, Plan
 from belady.ir.timeline import Timeline
-from belady.ir.trace import Trace
 from belady.planners import POLICIES, Planner
 from belady.planners.tvdnn_ilp import TVDNN_ILP
 from belady.simulate import simulate
 from belady.units import parse_bytes
+from benchmarks.average import average
 from benchmarks.cases import OURS, SIMULATED, Record
 from benchmarks.founders.claims import Net
 from benchmarks.founders.iterations import Iteration, Way
@@ -122,7 +122,7 @@ def _simulated(it: Iteration, way: Way, made: Plan) -> Record:
         "stall_seconds": timeline.stall_seconds,
         "replay_seconds": timeline.replay_seconds,
         "peak_bytes": max(timeline.curve),
-        "average_bytes": _average(timeline, way.trace),
+        "average_bytes": average(timeline.curve, way.trace),
         "peak_op": f"{op.name.split('::')[-1]} in {op.module}",
         "peak_op_bytes": touched_bytes(way.trace, op),
         "moved": [[moved.lane, moved.nbytes, moved.copies] for moved in timeline.moved],
@@ -139,13 +139,6 @@ def _everything_kept(it: Iteration) -> Record:
     return {
         "oracle_seconds": keep.seconds,
         "baseline_peak_bytes": max(keep.curve),
-        "baseline_average_bytes": _average(keep, it.plain.trace),
+        "baseline_average_bytes": average(keep.curve, it.plain.trace),
         "persistent_bytes": sum(s.nbytes for s in it.plain.trace.storages if s.persistent),
     }
-
-
-def _average(timeline: Timeline, trace: Trace) -> int:
-    """Bytes held, averaged over kernel time (waits have no curve of their own)."""
-    seconds = [op.device_seconds for op in trace.ops]
-    weighted = sum(held * time for held, time in zip(timeline.curve, seconds, strict=True))
-    return int(weighted / sum(seconds))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from belady.ir.timeline import Lane, Span
-from benchmarks.methods import _lane_rates
+from benchmarks.copies import lane_rates
 from tests.support.builder import OpSpec, build_trace
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def test_only_whole_copies_of_large_values_count() -> None:
         Span(Lane.COPY_IN, 7.0, 8.0, value=larger),
         Span(Lane.COMPUTE, 0.0, 1.0, op=1),
     ]
-    found = {rate["lane"]: rate for rate in _lane_rates(run_of(trace), spans)}
+    found = {rate["lane"]: rate for rate in lane_rates(run_of(trace), spans)}
     rates = sorted(_nbytes(trace, value) / 2.0 for value in (large, larger))
     assert found[Lane.COPY_OUT]["copies"] == 2
     assert found[Lane.COPY_OUT]["slowest"] == rates[0]
