@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter, sleep
 
 import pytest
@@ -83,21 +84,22 @@ def test_a_flush_waits_for_all_that_was_issued_before(stats: dict[str, int]) -> 
     assert seconds == pytest.approx([HELD] * 4, rel=0.25)
 
 
-@pytest.fixture
-def scattered() -> Iterator[list[torch.Tensor]]:
-    """Half of what may be reserved, in blocks that do not lie beside one another."""
+@contextmanager
+def scattered() -> Iterator[None]:
+    """Hold half of what may be reserved, in blocks that do not lie beside one another."""
     torch.cuda.empty_cache()
     blocks = [torch.empty(32 * MIB, dtype=torch.uint8, device="cuda") for _ in range(64)]
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + MIB) / total)
-    kept = blocks[::2]
-    del blocks
-    yield kept
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    del blocks[::2]
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.gpu
-def test_kernels_keep_their_time_beside_a_flush(scattered: list[torch.Tensor]) -> None:
+def test_kernels_keep_their_time_beside_a_flush() -> None:
     def timed() -> float:
         clock = clock_for(torch.device("cuda"))
         for _ in range(20):  # of which the flush waits for the last
@@ -109,9 +111,14 @@ def test_kernels_keep_their_time_beside_a_flush(scattered: list[torch.Tensor]) -
         clock.stop()
         return clock.results()[-1][0]
 
-    before = torch.cuda.memory_stats()["num_alloc_retries"]
-    flushed = timed()
-    assert torch.cuda.memory_stats()["num_alloc_retries"] > before
-    kernel = timed()
-    assert scattered
-    assert 0.1 * kernel - 1e-4 < flushed < 3 * kernel + 1e-4
+    def flushed() -> float:
+        with scattered():
+            before = torch.cuda.memory_stats()["num_alloc_retries"]
+            seconds = timed()
+            assert torch.cuda.memory_stats()["num_alloc_retries"] > before
+        return seconds
+
+    # Of several: other processes may have the device in between.
+    beside = min(flushed() for _ in range(5))
+    kernel = min(timed() for _ in range(5))
+    assert 0.1 * kernel - 1e-4 < beside < 3 * kernel + 1e-4
