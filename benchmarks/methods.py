@@ -19,8 +19,8 @@ from belady.ir.run import Run
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
 from belady.measure.corrections import with_gap_of
-from belady.measure.verification import in_blocks
 from belady.planners import plan, smallest_budget
+from belady.simulate.blocks import in_blocks
 from benchmarks.average import held_on_average
 from benchmarks.cases import ENGINES, OURS, OWN, Record
 from benchmarks.copies import lane_rates
@@ -240,7 +240,7 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
         "planning_seconds": planning,
         "moved_values": len(run.plan.decisions),
         "predicted_peak_bytes": run.predicted.peak(Tier.DEVICE),
-        "predicted_reserved_bytes": in_blocks(run.trace, run.plan, run.hardware),
+        "predicted_reserved_bytes": in_blocks(run.trace, run.plan, run.hardware.allocator).nbytes,
         "predicted_seconds": run.predicted.seconds,
         "predicted_stall_seconds": run.predicted.stall_seconds,
         "kernel_seconds": run.predicted.compute_seconds,

@@ -83,7 +83,7 @@ class Conductor:
         self._latest: Kind | None = None
         self._last: Kind | None = None  # of which the iteration before was
         self._for_gradients = Apart(carrier.device)
-        self._gradients = Gradients(self._for_gradients.copy, policy.budget.device_bytes)
+        self._gradients = Gradients(self._for_gradients.copy)
         self._for_state = Apart(carrier.device)
         self._recording = False
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -136,10 +136,9 @@ class Conductor:
         self._hear_of(kind)
         self._planning.check_replays(kind)
         if kind.trial is None or kind.engine is not None:
-            self._find_lasting()
+            self._find_lasting(kind)
         else:
-            self._gradients.rest()
-            self._for_gradients.close()
+            self._leave_gradients()
         observation = self._observation(kind)
         if kind.engine is not None:
             kind.engine.on_bring = None if observation is None else _telling(observation)
@@ -159,7 +158,7 @@ class Conductor:
         elif last is not None and last.engine is not None:
             last.engine.digests.demand_known()
 
-    def _find_lasting(self) -> None:
+    def _find_lasting(self, kind: Kind) -> None:
         modules = walk(self._modules)
         parameters = parameters_of(modules)
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
@@ -167,8 +166,15 @@ class Conductor:
         self._persistent.clear()
         self._persistent.update([t.untyped_storage()._cdata for t in parameters])
         self._persistent.update([t.untyped_storage()._cdata for t in buffers])
-        if self.carrier.device.type == "cuda":
-            self._gradients.attach(parameters)
+        if self.carrier.device.type != "cuda":
+            return
+        most = kind.gradients_apart_most(self._policy.budget.device_bytes)
+        if not self._gradients.attach(parameters, most):
+            self._leave_gradients()
+
+    def _leave_gradients(self) -> None:
+        self._gradients.rest()
+        self._for_gradients.close()
 
     def finish(self, iteration: Iteration) -> tuple[Stage, Sample]:
         """End an iteration and decide what the next one of its kind does."""

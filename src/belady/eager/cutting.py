@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from belady.errors import SectionError, TraceError
 from belady.ir.hardware import HardwareProfile
@@ -26,9 +27,9 @@ from belady.sections.wrap import wrap
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
 # Copies of the parameters that an optimizer may keep, most first: Adam's two, momentum, or none.
 _COPIES = (2, 1, 0)
-# Most workspace of cuDNN's algorithms, in bytes of the largest operand: in NCHW on an H200, by
-# `python -m benchmarks kernels --question convolution`.
-_WITH_TENSOR_CORES, _WITHOUT = 2.0, 6.3
+# Most workspace of cuDNN's algorithms with tensor cores and without, in NCHW and in channels_last,
+# in bytes of the largest operand (H200; `python -m benchmarks kernels --question convolution`).
+_WITH_TENSOR_CORES, _WITHOUT = (2.0, 0.0), (6.3, 8.3)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 _ROOM = (0.85, 1.0)
@@ -65,7 +66,7 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        beside = dict.fromkeys((_workspace_share(module, device), 0.0))
+        beside = dict.fromkeys((_workspace_share(module, call, device), 0.0))
         return self._may_cut(module) and any(
             self._cut(module, call, device, copies, share) for share in beside for copies in _COPIES
         )
@@ -79,7 +80,7 @@ class Cutting:
             Static, of this call.
         """
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
-        share = min(_workspace_share(module, device), _WITH_TENSOR_CORES)
+        share = min(_workspace_share(module, call, device), max(_WITH_TENSOR_CORES))
         if not share or not self._may_cut(module):
             return
         asking = with_workspaces(trace, share)
@@ -151,13 +152,26 @@ class Cutting:
         return None
 
 
-def _workspace_share(module: nn.Module, device: torch.device) -> float:
+def _workspace_share(module: nn.Module, call: Call, device: torch.device) -> float:
     """What a convolution may ask for, of its largest operand; nothing on a CPU."""
     if device.type != "cuda":
         return 0.0
-    halves = any(it.dtype in (torch.float16, torch.bfloat16) for it in module.parameters())
+    parameters = list(module.parameters())
+    halves = any(it.dtype in (torch.float16, torch.bfloat16) for it in parameters)
     reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda") or halves
-    return _WITH_TENSOR_CORES if reduced else _WITHOUT
+    # One operand is enough for cuDNN to take both so.
+    given = [it for it in tree_leaves(call) if isinstance(it, torch.Tensor)]
+    last = any(_is_channels_last(it) for it in (*given, *parameters))
+    return (_WITH_TENSOR_CORES if reduced else _WITHOUT)[last]
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    known = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return (
+        known is not None
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=known)
+    )
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,11 @@ from belady.measure.stages import Policy
 from belady.measure.verification import Trial, Verification
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
+from belady.simulate.blocks import in_blocks
+
+# Before there is a plan, gradients that need more than this part of the budget stay among the rest:
+# memory set apart is idle in forward.
+_GRADIENTS_SHARE = 1 / 8
 
 
 @dataclass
@@ -40,6 +46,8 @@ class Kind(Progress):
         Carries out the plan in force; None where nothing moves.
     numerics
         What can change a bit besides the settings of a plan.
+    apart
+        Whether gradients have memory of their own under the plan in force.
     """
 
     passes: tuple[Key, ...] = ()
@@ -49,6 +57,13 @@ class Kind(Progress):
     varying: set[tuple[int, int]] = field(default_factory=set)
     engine: Planned | None = None
     numerics: tuple[str, ...] = ()
+    apart: bool = False
+
+    def gradients_apart_most(self, budget_bytes: int) -> int:
+        """Most bytes of gradients that have memory of their own."""
+        if self.trial is None:
+            return int(_GRADIENTS_SHARE * budget_bytes)
+        return sys.maxsize if self.apart else 0
 
     @property
     def roots(self) -> set[int]:
@@ -161,4 +176,7 @@ class Planning:
             digests = Digests(at_once=self.policy.exact or carrier.device.type == "cpu")
             known = self._persistent, kind.recipes, self._fallback
             kind.engine = Planned(trace, plan, carrier, *known, digests)
+            # A CPU has no blocks of torch's, and nothing is set apart there.
+            on_gpu = carrier.device.type == "cuda"
+            kind.apart = on_gpu and in_blocks(trace, plan, trial.hardware.allocator).gradients_apart
         kind.begin(trial, trace, carrier)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from belady.memory.apart import GRADIENTS_SHARE
-
 # What torch's allocator cuts from its large blocks.
 _LARGE = 2**20
 
@@ -30,24 +28,28 @@ class Gradients:
     ----------
     place
         Copies a gradient to where it shall be; None when there is no room.
-    budget_bytes
-        Device budget.
     """
 
-    def __init__(self, place: Place, budget_bytes: int) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self._most = int(budget_bytes * GRADIENTS_SHARE)
         self._hooks: dict[int, _Hook] = {}
         self._known: list[weakref.ref[torch.Tensor]] = []
         self._sizes: list[int] = []
-        self._fit = False
+        self._large: list[int] = []
+        self._bytes = 0
+        self._hooked = False
         self._active = False
         self._alone = _alone()
 
-    def attach(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Move the gradients of ``parameters`` from now on, unless they are too large together.
+    def attach(self, parameters: Iterable[torch.Tensor], most_bytes: int) -> bool:
+        """Move the gradients of ``parameters`` from now on, unless they are more than that.
 
         Costs little while these are the same objects of the same sizes as the time before.
+
+        Returns
+        -------
+        bool
+            Whether they are moved.
         """
         learning = [p for p in parameters if type(p) is torch.nn.Parameter and p.requires_grad]
         sizes = [p.nbytes for p in learning]
@@ -55,17 +57,21 @@ class Gradients:
             known() is not p for known, p in zip(self._known, learning, strict=True)
         ):
             self._known, self._sizes = [weakref.ref(p) for p in learning], sizes
-            self._follow({id(p): p for p in learning if _followed(p)})
-        self._active = self._fit
+            self._large = [at for at, p in enumerate(learning) if _followed(p)]
+            # By object: one that several modules have is there several times.
+            self._bytes = sum({id(learning[at]): sizes[at] for at in self._large}.values())
+            self._hooked = False
+        self._active = self._bytes <= most_bytes
+        if self._active and not self._hooked:
+            self._follow(learning[at] for at in self._large)
+            self._hooked = True
+        return self._active
 
-    def _follow(self, large: dict[int, torch.nn.Parameter]) -> None:
-        self._fit = sum(p.nbytes for p in large.values()) <= self._most
-        if not self._fit:
-            return
-        for key, parameter in large.items():
-            known = self._hooks.get(key)
+    def _follow(self, large: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in large:
+            known = self._hooks.get(id(parameter))
             if known is None or known.parameter() is not parameter:
-                self._hooks[key] = _Hook(self, parameter)
+                self._hooks[id(parameter)] = _Hook(self, parameter)
 
     def rest(self) -> None:
         """Leave gradients where they are until the next `attach`."""
@@ -74,7 +80,7 @@ class Gradients:
     def close(self) -> None:
         """Take all hooks off."""
         hooks, self._hooks = self._hooks, {}
-        self._known, self._sizes, self._active = [], [], False
+        self._known, self._sizes, self._active, self._hooked = [], [], False, False
         for hook in hooks.values():
             hook.handle.remove()
 

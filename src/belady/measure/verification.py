@@ -11,10 +11,9 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
-from belady.ir.trace import StorageKind, Tier, Trace
+from belady.ir.trace import Tier, Trace
 from belady.measure.corrections import (
     MARGIN_AT_LEAST,
-    wider,
     with_device_of,
     with_gap_of,
     with_host_of,
@@ -22,12 +21,11 @@ from belady.measure.corrections import (
     with_links_of,
     with_peak_of,
 )
+from belady.measure.margins import Make, suited, towards
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
-from belady.memory.apart import GRADIENTS_SHARE
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
-from belady.simulate.blocks import reserved_bytes
 from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
@@ -35,14 +33,9 @@ _log = logging.getLogger("belady")
 # Iterations measured under a new plan, after one that only settles the allocator.
 VERIFIED = 2
 _REPLANS = 3
+# Policies that fill what room there is; the others do as their papers say.
+_FILLING = frozenset({"auto", "hybrid", "lifetime"})
 _NEAR = 0.5
-# Of a wider margin, where the budget has no room for all of it; of a smaller one, where blocks
-# would not fit into one another with all of it.
-_PARTS, _PARTS_LESS = (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)
-# What simulated blocks leave of the budget at least: small ones are not simulated.
-_BLOCKS_AGREE = 1.02
-# Wider margins that are tried before anything runs.
-_WIDER = 2
 
 
 @dataclass(frozen=True)
@@ -111,36 +104,16 @@ class Verification:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        hardware = self._hardware
+        hardware, name = self._hardware, self._policy.name
+        make = self._planner(name, trace, numerics)
         try:
-            name = self._policy.name
-            trial = Trial(self._plan(name, trace, hardware, numerics), hardware, name)
-            return self._roomier(trial, trace, numerics)
+            if name not in _FILLING:
+                return Trial(make(hardware), hardware, name)
+            return Trial(*suited(trace, hardware, make), name)
         except InfeasibleBudgetError as error:
-            if self._policy.name != "auto":
+            if name != "auto":
                 raise
             return self._with_less_margin(trace, numerics, error)
-
-    def _roomier(self, trial: Trial, trace: Trace, numerics: tuple[str, ...]) -> Trial:
-        """The trial, or where its blocks would not fit one with a wider margin, if those do."""
-        found = trial
-        for _ in range(_WIDER):
-            if self._blocks_fit(found.plan, found.hardware, trace):
-                return found
-            hardware = replace(found.hardware, allocator=wider(found.hardware.allocator))
-            try:
-                plan = self._plan(trial.policy, trace, hardware, numerics)
-            except InfeasibleBudgetError:
-                return trial
-            found = replace(found, plan=plan, hardware=hardware)
-        return found if self._blocks_fit(found.plan, found.hardware, trace) else trial
-
-    def _blocks_fit(self, plan: Plan, hardware: HardwareProfile, trace: Trace) -> bool:
-        """Whether torch's allocator is likely to do without flushing its cache under a plan."""
-        budget = self._policy.budget.device_bytes
-        return (
-            hardware.device == "cpu" or _BLOCKS_AGREE * in_blocks(trace, plan, hardware) <= budget
-        )
 
     def _with_less_margin(
         self, trace: Trace, numerics: tuple[str, ...], error: InfeasibleBudgetError
@@ -199,7 +172,8 @@ class Verification:
         if allocator is None and predicted.seconds == plan.predicted_seconds:
             return trace, None
         hardware = replace(hardware, allocator=allocator or hardware.allocator)
-        found = self._made(last, trace, hardware, numerics)
+        make = self._planner(last.policy, trace, numerics)
+        found = towards(trace, last.hardware.allocator.margin_fraction, hardware, make)
         if found is None:
             return trace, None
         made, hardware = found
@@ -208,23 +182,8 @@ class Verification:
         self.notes += _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
         return trace, Trial(made, hardware, last.policy)
 
-    def _made(
-        self, last: Trial, trace: Trace, hardware: HardwareProfile, numerics: tuple[str, ...]
-    ) -> tuple[Plan, HardwareProfile] | None:
-        """A plan with the margin of ``hardware``, or with as much of the change as can be had."""
-        before, after = last.hardware.allocator.margin_fraction, hardware.allocator.margin_fraction
-        for part in _PARTS_LESS if after < before else _PARTS if after > before else _PARTS[:1]:
-            margin = before + part * (after - before)
-            changed = replace(
-                hardware, allocator=replace(hardware.allocator, margin_fraction=margin)
-            )
-            try:
-                plan = self._plan(last.policy, trace, changed, numerics)
-            except InfeasibleBudgetError:
-                continue
-            if margin >= before or self._blocks_fit(plan, changed, trace):
-                return plan, changed
-        return None
+    def _planner(self, name: str, trace: Trace, numerics: tuple[str, ...]) -> Make:
+        return lambda hardware: self._plan(name, trace, hardware, numerics)
 
     def _plan(
         self, name: str, trace: Trace, hardware: HardwareProfile, numerics: tuple[str, ...]
@@ -243,16 +202,6 @@ class Verification:
             format_seconds(plan.predicted_seconds),
         )
         return plan
-
-
-def in_blocks(trace: Trace, plan: Plan, hardware: HardwareProfile) -> int:
-    """Bytes that torch's allocator is foretold to reserve for a plan.
-
-    See `belady.simulate.blocks`.
-    """
-    gradients = sum(it.nbytes for it in trace.storages if it.kind is StorageKind.GRADIENT)
-    apart = gradients <= GRADIENTS_SHARE * plan.budget.device_bytes
-    return reserved_bytes(trace, plan, hardware.allocator, gradients_apart=apart)
 
 
 def best(tried: Sequence[Trial]) -> Trial:

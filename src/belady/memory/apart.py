@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import torch
 
-# Gradients that need more than this part of the budget stay among the rest: memory set apart is
-# idle in forward.
-GRADIENTS_SHARE = 1 / 8
-
 
 class Apart:
     """A pool of torch's allocator that holds only the copies made here.

@@ -16,6 +16,7 @@ from belady.planners.lifetime import LIFETIME
 from belady.planners.mix import Away, Mixer, Wish
 from belady.planners.moves import Case
 from belady.planners.spread import Times, boundary_times
+from belady.simulate.blocks import excess
 from belady.simulate.engine import iteration_seconds, simulate
 
 # Steps from recomputing nothing to recomputing all that can be.
@@ -25,6 +26,8 @@ _RESERVES = (0.0, 2.0, 6.0)
 _REACHES = (0.0, 8.0, 32.0, 128.0, inf)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
 _FEWEST, _MOST, _OPS = 8, 120, 100_000
+# How fast a mix whose blocks do not fit seems slower, the more they lack.
+_STEEP = 4
 # Share of the iteration below which stalls are not worth another try.
 _NOTHING = 0.002
 
@@ -67,7 +70,9 @@ class _Search:
     def __init__(self, case: Case, mixer: Mixer, best: Plan) -> None:
         self._case = case
         self._mixer = mixer
+        # The fastest so far, and that of which torch's blocks fit into one another.
         self._best = best
+        self._fits: Plan | None = best if self._excess(best) <= 0 else None
         self._left = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
         self._seconds: dict[Wish, float] = {}
 
@@ -90,7 +95,7 @@ class _Search:
         at = self._fastest(replace(at, stretch=stretch) for stretch in _STRETCHES)
         at = self._fastest(replace(at, reach=reach) for reach in _REACHES)
         self._exchange(at)
-        return self._best
+        return self._best if self._fits is None else self._fits
 
     def _exchange(self, at: Wish) -> None:
         """Turn copies into replays and back, by fewer and fewer neighbours in time at once."""
@@ -123,20 +128,34 @@ class _Search:
         if plan is None:
             return None
         seconds = iteration_seconds(case.trace, case.hardware, plan)
-        self._seconds[wish] = min(self._seconds[wish], seconds)
-        if seconds >= self._best.predicted_seconds:
+        if seconds >= (self._fits or self._best).predicted_seconds:
+            self._note(wish, seconds)
             return None
         verdict = check(case.trace, case.hardware, plan, case.budget)
         if not verdict.ok:
             return None
         timeline = simulate(case.trace, case.hardware, plan)
-        self._best = replace(
-            plan,
-            predicted_peak_bytes=verdict.peak_bytes,
-            predicted_seconds=timeline.seconds,
+        seconds = timeline.seconds
+        plan = replace(
+            plan, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=timeline.seconds
         )
+        if seconds < self._best.predicted_seconds:
+            self._best = plan
+        over = self._excess(plan)
+        if over > 0:
+            # Near ones may lie better.
+            self._note(wish, seconds * (1 + over) ** _STEEP)
+            return None
+        self._fits = plan
+        self._note(wish, seconds)
         stalled = timeline.stall_seconds > _NOTHING * timeline.seconds
         return boundary_times(case.trace, timeline) if stalled else None
+
+    def _note(self, wish: Wish, seconds: float) -> None:
+        self._seconds[wish] = min(self._seconds[wish], seconds)
+
+    def _excess(self, plan: Plan) -> float:
+        return excess(self._case.trace, plan, self._case.hardware.allocator)
 
 
 def _parts(trace: Trace, mixer: Mixer) -> list[frozenset[int]]:

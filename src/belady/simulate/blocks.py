@@ -23,6 +23,10 @@ from belady.ir.trace import StorageKind, Tier, Trace
 _SMALL = 1 << 20
 # After so many iterations the next ones find what the last one did.
 _ITERATIONS = 2
+# What is simulated leaves so much of a budget at least: small blocks are not.
+_AGREES = 1.02
+# Part of the budget that memory apart for gradients may cost.
+_APART_COSTS = 0.05
 
 
 def reserved_bytes(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_apart: bool) -> int:
@@ -50,6 +54,36 @@ def reserved_bytes(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_
                 where[block] = stretch.take(nbytes)
             stretch.take_for_now(step.workspace)
     return lasting + stretch.end + managed_room(trace, plan, allocator)
+
+
+class InBlocks(NamedTuple):
+    """What torch's allocator is foretold to reserve, and whether gradients are apart for it."""
+
+    nbytes: int
+    gradients_apart: bool
+
+
+def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
+    """Foretell `reserved_bytes`, and where gradients should be.
+
+    Among the rest they leave it in pieces; apart they are idle in forward, which can be more.
+    """
+    apart, among = (
+        reserved_bytes(trace, plan, allocator, gradients_apart=way) for way in (True, False)
+    )
+    worth = _APART_COSTS * plan.budget.device_bytes
+    return InBlocks(among, False) if among < apart - worth else InBlocks(apart, True)
+
+
+def excess(trace: Trace, plan: Plan, allocator: Allocator) -> float:
+    """By how much torch's allocator is foretold to be over the budget of ``plan``: 0.1 is a tenth.
+
+    Where that is positive it is likely to flush its cache in every iteration. 0 for an allocator
+    that states no margin: it is taken to lose nothing between blocks.
+    """
+    if allocator.margin_fraction <= 0:
+        return 0.0
+    return _AGREES * in_blocks(trace, plan, allocator).nbytes / plan.budget.device_bytes - 1
 
 
 class _Step(NamedTuple):

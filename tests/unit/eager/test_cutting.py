@@ -94,6 +94,32 @@ def test_room_is_made_beside_workspaces_where_they_would_not_fit(
     assert roomy.said == []
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weights_last", "images_last", "share"),
+    [
+        (torch.bfloat16, False, False, 2.0),
+        (torch.bfloat16, True, False, 0.0),
+        (torch.bfloat16, False, True, 0.0),
+        (torch.float32, False, False, 6.3),
+        (torch.float32, True, True, 8.3),
+    ],
+)
+def test_the_workspace_that_may_be_asked_for_is_that_of_the_format(
+    dtype: torch.dtype,
+    weights_last: bool,
+    images_last: bool,
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    formats = torch.contiguous_format, torch.channels_last
+    model = torch.nn.Conv2d(3, 4, 3).to(dtype, memory_format=formats[weights_last])
+    images = torch.empty(2, 3, 8, 8, dtype=dtype).to(memory_format=formats[images_last])
+    asked = cutting._workspace_share(model, ((images,), {}), torch.device("cuda"))
+    assert asked == share
+    assert cutting._workspace_share(model, ((images,), {}), CPU) == 0.0
+
+
 def test_what_needs_more_than_foretold_is_cut_finer() -> None:
     model = deep()
     parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu())

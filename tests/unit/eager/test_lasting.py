@@ -32,9 +32,9 @@ def place() -> Elsewhere:
     return Elsewhere()
 
 
-def attached(place: Place, *modules: nn.Module, budget: int = ROOM) -> Gradients:
-    gradients = Gradients(place, budget)
-    gradients.attach(p for module in modules for p in module.parameters())
+def attached(place: Place, *modules: nn.Module, most: int = ROOM) -> Gradients:
+    gradients = Gradients(place)
+    gradients.attach((p for module in modules for p in module.parameters()), most)
     return gradients
 
 
@@ -49,11 +49,11 @@ def outcome(model: nn.Module) -> dict[str, Tensor]:
 def trained(habit: Habit, place: Place | None) -> list[dict[str, Tensor]]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    gradients = None if place is None else Gradients(place, ROOM)
+    gradients = None if place is None else Gradients(place)
     seen = []
     for index in range(4):
         if gradients is not None:
-            gradients.attach(model.parameters())
+            gradients.attach(model.parameters(), ROOM)
         habit(model, optimizer, index)
         seen.append(outcome(model))
     return seen
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_added_to_is_not_moved_again(place: Elsewhere) -> Non
     loss_of(model).backward()
     first = gradient(model.enter.weight)
     for index in range(3):
-        gradients.attach(model.parameters())
+        gradients.attach(model.parameters(), ROOM)
         loss_of(model, index).backward()
         assert model.enter.weight.grad is first
     model.zero_grad(set_to_none=False)

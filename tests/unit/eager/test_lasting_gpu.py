@@ -143,13 +143,14 @@ def test_where_nothing_moves_gradients_stay() -> None:
     assert {pool for pools in run.pools[2:] for pool in pools.values()} == {GENERAL}
 
 
-def test_gradients_of_more_than_an_eighth_of_the_budget_stay() -> None:
+def test_before_a_plan_gradients_of_more_than_an_eighth_of_the_budget_stay() -> None:
     run = Run(6144, torch.optim.SGD)
     weights = sum(p.nbytes for p in run.model.parameters() if p.ndim == 2)
     assert weights == 168 * MIB
     with belady.virtualize(run.model, 8 * weights - 1, policy="floor"):
         run.train()
-    assert {pool for pools in run.pools for pool in pools.values()} == {GENERAL}
+    # The plan is in force from the third iteration on.
+    assert {pool for pools in run.pools[:2] for pool in pools.values()} == {GENERAL}
 
 
 def test_after_close_nothing_is_left() -> None:

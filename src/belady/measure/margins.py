@@ -1,0 +1,117 @@
+"""How much of a budget is left to torch's allocator: margins whose plans' blocks fit.
+
+A margin stands for what is lost between blocks, which differs from plan to plan. It is simulated
+(`belady.simulate.blocks`), so that a plan that would make the allocator flush its cache need not
+run to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Plan
+from belady.ir.trace import Trace
+from belady.measure.corrections import wider
+from belady.simulate.blocks import excess
+
+# Of a wider margin, where the budget has no room for all of it; of a smaller one, where blocks
+# would not fit into one another with all of it.
+_PARTS, _PARTS_LESS = (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)
+# Smaller margins that are tried before anything runs, where a plan takes seconds.
+_TIGHTER, _TIGHTER_OPS = 2, 5_000
+# By how much more than it lacks a plan is asked to shrink.
+_MORE = 1.5
+
+# Makes the plan for a machine, or raises `InfeasibleBudgetError`.
+Make = Callable[[HardwareProfile], Plan]
+
+
+def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, HardwareProfile]:
+    """A plan whose blocks fit, with as small a margin as is found; else that of ``hardware``.
+
+    Returns
+    -------
+    plan : Plan
+    hardware : HardwareProfile
+        With the margin for which it was made.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If there is no plan with the margin of ``hardware``.
+    """
+    plan = make(hardware)
+    over = excess(trace, plan, hardware.allocator)
+    if over > 0:
+        return _roomier(trace, hardware, make, over) or (plan, hardware)
+    if plan.moves_nothing or len(trace.ops) > _TIGHTER_OPS:
+        return plan, hardware
+    return _tighter(trace, plan, hardware, make)
+
+
+def towards(
+    trace: Trace, before: float, hardware: HardwareProfile, make: Make
+) -> tuple[Plan, HardwareProfile] | None:
+    """A plan with the margin of ``hardware``, or with as much of the change as can be had.
+
+    Parameters
+    ----------
+    before
+        The margin so far. One that is smaller takes a plan whose blocks fit.
+    """
+    after = hardware.allocator.margin_fraction
+    for part in _PARTS_LESS if after < before else _PARTS if after > before else _PARTS[:1]:
+        changed = _with(hardware, before + part * (after - before))
+        try:
+            plan = make(changed)
+        except InfeasibleBudgetError:
+            continue
+        if changed.allocator.margin_fraction >= before or _fits(trace, plan, changed):
+            return plan, changed
+    return None
+
+
+def _tighter(
+    trace: Trace, plan: Plan, hardware: HardwareProfile, make: Make
+) -> tuple[Plan, HardwareProfile]:
+    """The fastest plan of smaller and smaller margins in which its blocks fit."""
+    found, fits, least = (plan, hardware), hardware.allocator.margin_fraction, 0.0
+    for _ in range(_TIGHTER):
+        changed = _with(hardware, (least + fits) / 2)
+        other = make(changed)
+        if not _fits(trace, other, changed):
+            least = changed.allocator.margin_fraction
+            continue
+        fits = changed.allocator.margin_fraction
+        if other.predicted_seconds < found[0].predicted_seconds:
+            found = other, changed
+    return found
+
+
+def _roomier(
+    trace: Trace, hardware: HardwareProfile, make: Make, over: float
+) -> tuple[Plan, HardwareProfile] | None:
+    """A plan with a wider margin in which its blocks fit."""
+    allocator = hardware.allocator
+    little = (1 + allocator.margin_fraction) * (1 + _MORE * over) - 1
+    more = wider(allocator), wider(wider(allocator))
+    for margin in sorted((little, *(it.margin_fraction for it in more))):
+        changed = _with(hardware, margin)
+        try:
+            plan = make(changed)
+        except InfeasibleBudgetError:
+            return None
+        if _fits(trace, plan, changed):
+            return plan, changed
+    return None
+
+
+def _fits(trace: Trace, plan: Plan, hardware: HardwareProfile) -> bool:
+    return excess(trace, plan, hardware.allocator) <= 0
+
+
+def _with(hardware: HardwareProfile, margin: float) -> HardwareProfile:
+    return replace(hardware, allocator=replace(hardware.allocator, margin_fraction=margin))
