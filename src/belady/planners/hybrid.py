@@ -128,7 +128,7 @@ class _Search:
         if plan is None:
             return None
         seconds = iteration_seconds(case.trace, case.hardware, plan)
-        if seconds >= (self._fits or self._best).predicted_seconds:
+        if self._fits is not None and seconds >= self._fits.predicted_seconds:
             self._note(wish, seconds)
             return None
         verdict = check(case.trace, case.hardware, plan, case.budget)

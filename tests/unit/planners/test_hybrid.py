@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from belady.errors import InfeasibleBudgetError
-from belady.ir.hardware import HardwareProfile
+from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Budget, Offload, Plan, Recompute
 from belady.ir.replay import sources
@@ -167,3 +167,40 @@ def test_a_thousand_saved_values_take_seconds() -> None:
     made = plan("hybrid", trace, hardware, budget)
     assert time.process_time() - start < 20
     assert bound(trace, hardware, budget).gap(made.predicted_seconds) < 0.02
+
+
+@pytest.mark.parametrize("over", [0.02, 0.2])
+def test_of_two_mixes_the_one_whose_blocks_fit_is_taken(
+    over: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, hardware = chain(12), gpu()
+    (budget,) = budgets(trace, hardware, 0.4)
+    fastest = plan("hybrid", trace, hardware, budget)
+    refused: set[frozenset[int]] = set()
+
+    def excess(_trace: Trace, made: Plan, _allocator: Allocator) -> float:
+        # What recomputes as much as the fastest does is said to lie badly.
+        if recomputed(made) >= recomputed(fastest):
+            refused.add(frozenset(made.decisions))
+            return over
+        return -0.1
+
+    def recomputed(made: Plan) -> int:
+        return sum(isinstance(decision, Recompute) for decision in made.decisions.values())
+
+    monkeypatch.setattr("belady.planners.hybrid.excess", excess)
+    other = plan("hybrid", trace, hardware, budget)
+    assert refused
+    assert recomputed(other) < recomputed(fastest)
+    assert other.predicted_seconds >= fastest.predicted_seconds
+    assert check(trace, hardware, other, budget).ok
+
+
+def test_where_no_blocks_fit_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, hardware = chain(12), gpu()
+    (budget,) = budgets(trace, hardware, 0.4)
+    fastest = plan("hybrid", trace, hardware, budget)
+    monkeypatch.setattr("belady.planners.hybrid.excess", lambda *_: 0.03)
+    assert plan("hybrid", trace, hardware, budget).predicted_seconds <= 1.1 * (
+        fastest.predicted_seconds
+    )
