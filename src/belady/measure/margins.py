@@ -47,7 +47,8 @@ def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, H
     over = excess(trace, plan, hardware.allocator)
     if over > 0:
         return _roomier(trace, hardware, make, over) or (plan, hardware)
-    if plan.moves_nothing or len(trace.ops) > _TIGHTER_OPS:
+    states_none = hardware.allocator.margin_fraction <= 0
+    if states_none or plan.moves_nothing or len(trace.ops) > _TIGHTER_OPS:
         return plan, hardware
     return _tighter(trace, plan, hardware, make)
 
