@@ -60,12 +60,12 @@ def network_wide(trace: Trace, allocator: Allocator) -> NetworkWide:
 def average(held: Sequence[int], trace: Trace) -> int:
     """Bytes held during each op, averaged over kernel time of forward, loss and backward.
 
-    Waits have no curve of their own. The optimizer is left out: it holds nothing but what lasts,
-    so that the average would be lower for it.
+    0 where no kernel took any time. Waits have no curve of their own. The optimizer is left out: it
+    holds nothing but what lasts, so that the average would be lower for it.
     """
     seconds = [0 if op.phase is Phase.OPTIMIZER else op.device_seconds for op in trace.ops]
     weighted = sum(nbytes * time for nbytes, time in zip(held, seconds, strict=True))
-    return int(weighted / sum(seconds))
+    return int(weighted / sum(seconds)) if any(seconds) else 0
 
 
 def held_on_average(run: Run) -> Record:

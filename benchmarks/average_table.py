@@ -54,22 +54,27 @@ def _name(record: Record) -> list[str]:
 def _memory(row: Row, wide: Record | None) -> list[str]:
     """All columns but time; a peer knows of nothing but its peak."""
     published = f"{AVERAGE_LESS[row.first['workload']]}%"
-    if wide is None or "average_bytes" not in row.first:
+    if wide is None or not _has(row, "average_bytes"):
         return ["", "", "", "", "", published]
     held, lasting = _of(row, "average_bytes"), _of(row, "average_persistent_bytes")
     total = sum(wide.values())
     return [
         gib(total),
         gib(held),
-        gib(_of(row, "sampled_average_bytes") if "sampled_average_bytes" in row.first else None),
+        gib(_of(row, "sampled_average_bytes") if _has(row, "sampled_average_bytes") else None),
         f"{1 - held / total:.0%}",
         f"{1 - (held - lasting) / (total - wide['persistent']):.0%}",
         published,
     ]
 
 
+def _has(row: Row, name: str) -> bool:
+    return any(name in record for record in row.records)
+
+
 def _of(row: Row, name: str) -> int:
-    return int(median(record[name] for record in row.records))
+    """Median of the rounds that came to something."""
+    return int(median(record[name] for record in row.records if name in record))
 
 
 def _time(row: Row, plain: Row | None) -> str:

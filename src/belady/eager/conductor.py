@@ -174,7 +174,9 @@ class Conductor:
 
     def _leave_gradients(self) -> None:
         self._gradients.rest()
-        self._for_gradients.close()
+        # Memory apart is idle now; a kind that has gradients there would take it anew.
+        if not any(kind.apart for kind in self._kinds.values()):
+            self._for_gradients.close()
 
     def finish(self, iteration: Iteration) -> tuple[Stage, Sample]:
         """End an iteration and decide what the next one of its kind does."""

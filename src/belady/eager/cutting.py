@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from belady.errors import SectionError, TraceError
@@ -161,17 +163,15 @@ def _workspace_share(module: nn.Module, call: Call, device: torch.device) -> flo
     reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda") or halves
     # One operand is enough for cuDNN to take both so.
     given = [it for it in tree_leaves(call) if isinstance(it, torch.Tensor)]
-    last = any(_is_channels_last(it) for it in (*given, *parameters))
+    weights = [it.weight for it in module.modules() if isinstance(it, _ConvNd)]
+    last = any(map(_is_channels_last, (*given, *weights)))
     return (_WITH_TENSOR_CORES if reduced else _WITHOUT)[last]
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    known = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return (
-        known is not None
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=known)
-    )
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() not in (4, 5):
+        return False
+    return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:

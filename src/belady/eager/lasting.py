@@ -80,7 +80,8 @@ class Gradients:
     def close(self) -> None:
         """Take all hooks off."""
         hooks, self._hooks = self._hooks, {}
-        self._known, self._sizes, self._active, self._hooked = [], [], False, False
+        self._known, self._sizes, self._large, self._bytes = [], [], [], 0
+        self._active = self._hooked = False
         for hook in hooks.values():
             hook.handle.remove()
 

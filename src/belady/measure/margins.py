@@ -20,8 +20,11 @@ from belady.simulate.blocks import excess
 # Of a wider margin, where the budget has no room for all of it; of a smaller one, where blocks
 # would not fit into one another with all of it.
 _PARTS, _PARTS_LESS = (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)
-# Smaller margins that are tried before anything runs, where a plan takes seconds.
-_TIGHTER, _TIGHTER_OPS = 2, 5_000
+# Smaller margins that are tried before anything runs, for a plan that loses so much, and what one
+# has to gain: room that is left is room for what is not simulated.
+_TIGHTER, _LOSES, _GAINS = 2, 1.01, 0.995
+# Of more ops a plan takes long, and few are made.
+_OPS = 5_000
 # By how much more than it lacks a plan is asked to shrink.
 _MORE = 1.5
 
@@ -30,7 +33,7 @@ Make = Callable[[HardwareProfile], Plan]
 
 
 def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, HardwareProfile]:
-    """A plan whose blocks fit, with as small a margin as is found; else that of ``hardware``.
+    """A plan whose blocks fit, of a smaller margin where that is faster; else that of ``hardware``.
 
     Returns
     -------
@@ -47,8 +50,9 @@ def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, H
     over = excess(trace, plan, hardware.allocator)
     if over > 0:
         return _roomier(trace, hardware, make, over) or (plan, hardware)
-    states_none = hardware.allocator.margin_fraction <= 0
-    if states_none or plan.moves_nothing or len(trace.ops) > _TIGHTER_OPS:
+    kernels = sum(op.device_seconds for op in trace.ops)
+    loses = not plan.moves_nothing and plan.predicted_seconds > _LOSES * kernels
+    if hardware.allocator.margin_fraction <= 0 or len(trace.ops) > _OPS or not loses:
         return plan, hardware
     return _tighter(trace, plan, hardware, make)
 
@@ -87,7 +91,7 @@ def _tighter(
             least = changed.allocator.margin_fraction
             continue
         fits = changed.allocator.margin_fraction
-        if other.predicted_seconds < found[0].predicted_seconds:
+        if other.predicted_seconds < _GAINS * found[0].predicted_seconds:
             found = other, changed
     return found
 
@@ -99,7 +103,8 @@ def _roomier(
     allocator = hardware.allocator
     little = (1 + allocator.margin_fraction) * (1 + _MORE * over) - 1
     more = wider(allocator), wider(wider(allocator))
-    for margin in sorted((little, *(it.margin_fraction for it in more))):
+    margins = sorted((little, *(it.margin_fraction for it in more)))
+    for margin in margins[: 1 if len(trace.ops) > _OPS else None]:
         changed = _with(hardware, margin)
         try:
             plan = make(changed)

@@ -19,9 +19,9 @@ from belady.measure.clock import Clock, NoClock
 from belady.measure.records import draws, tensors_in
 from belady.memory.geometry import Geometry, below_autograd, content_of
 
-# A norm over the batch needs no running statistics, and must not update them again.
 # Bytes that are compared at once.
 _COMPARED = 32 << 20
+# A norm over the batch needs no running statistics, and must not update them again.
 _BATCH_NORMS = frozenset({"aten.native_batch_norm.default", "aten.cudnn_batch_norm.default"})
 _INPUT, _WEIGHT, _BIAS, _RUNNING, _TRAINING, _EPS = 0, 1, 2, (3, 4), 5, 7
 

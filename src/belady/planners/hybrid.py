@@ -40,11 +40,12 @@ class Hybrid:
     costs its kernels. So values near the turn from forward to backward stay as far as there is
     room, early ones, whose gap is longest, are copied, and between them those with the cheapest
     replays are recomputed. How many that should be is found by simulation. It starts from the plan
-    of `belady.planners.lifetime.Lifetime`, so it is never slower.
+    of `belady.planners.lifetime.Lifetime`, so it is never slower where torch's blocks fit into one
+    another (`belady.simulate.blocks`): a mix whose blocks do not counts as slower.
     """
 
     name: str = "hybrid"
-    version: int = 2
+    version: int = 3
     recomputes: bool = True
 
     def __call__(
@@ -95,7 +96,11 @@ class _Search:
         at = self._fastest(replace(at, stretch=stretch) for stretch in _STRETCHES)
         at = self._fastest(replace(at, reach=reach) for reach in _REACHES)
         self._exchange(at)
-        return self._best if self._fits is None else self._fits
+        if self._fits is None:
+            return self._best
+        # What is simulated is not that exact that a little more would be worth any price.
+        price = _priced(self._best.predicted_seconds, self._excess(self._best))
+        return self._fits if self._fits.predicted_seconds <= price else self._best
 
     def _exchange(self, at: Wish) -> None:
         """Turn copies into replays and back, by fewer and fewer neighbours in time at once."""
@@ -139,15 +144,15 @@ class _Search:
         plan = replace(
             plan, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=timeline.seconds
         )
-        if seconds < self._best.predicted_seconds:
+        faster = seconds < self._best.predicted_seconds
+        if faster:
             self._best = plan
         over = self._excess(plan)
-        if over > 0:
-            # Near ones may lie better.
-            self._note(wish, seconds * (1 + over) ** _STEEP)
+        self._note(wish, _priced(seconds, over))
+        if over <= 0:
+            self._fits = plan
+        elif not faster:
             return None
-        self._fits = plan
-        self._note(wish, seconds)
         stalled = timeline.stall_seconds > _NOTHING * timeline.seconds
         return boundary_times(case.trace, timeline) if stalled else None
 
@@ -156,6 +161,11 @@ class _Search:
 
     def _excess(self, plan: Plan) -> float:
         return excess(self._case.trace, plan, self._case.hardware.allocator)
+
+
+def _priced(seconds: float, over: float) -> float:
+    """What a mix counts as, whose blocks lack a part of the budget: near ones may lie better."""
+    return seconds * (1 + max(0.0, over)) ** _STEEP
 
 
 def _parts(trace: Trace, mixer: Mixer) -> list[frozenset[int]]:

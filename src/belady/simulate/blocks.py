@@ -66,11 +66,13 @@ class InBlocks(NamedTuple):
 def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
     """Foretell `reserved_bytes`, and where gradients should be.
 
-    Among the rest they leave it in pieces; apart they are idle in forward, which can be more.
+    Among the rest they leave it in pieces; apart they are idle in forward, which can be more. Under
+    a plan that moves nothing they stay where they are.
     """
-    apart, among = (
-        reserved_bytes(trace, plan, allocator, gradients_apart=way) for way in (True, False)
-    )
+    among = reserved_bytes(trace, plan, allocator, gradients_apart=False)
+    if plan.moves_nothing:
+        return InBlocks(among, False)
+    apart = reserved_bytes(trace, plan, allocator, gradients_apart=True)
     worth = _APART_COSTS * plan.budget.device_bytes
     return InBlocks(among, False) if among < apart - worth else InBlocks(apart, True)
 

@@ -59,16 +59,20 @@ def test_memory_apart_is_idle_while_there_are_no_gradients(apart: bool, expected
     assert reserved(trace, gradients_apart=apart) == expected * MIB
 
 
-@pytest.mark.parametrize(("budget", "expected"), [(159, (16, False)), (161, (24, True))])
+@pytest.mark.parametrize(("budget", "apart"), [(159, False), (161, True)])
 def test_gradients_are_apart_unless_that_costs_a_twentieth_of_the_budget(
-    budget: int, expected: tuple[int, bool]
+    budget: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 2), (8 * MIB, 1, 2), (8 * MIB, 5, 7)])
-    *others, last = trace.storages
-    trace = replace(trace, storages=(*others, replace(last, kind=StorageKind.GRADIENT)))
-    plan = Plan(trace.fingerprint, "made", Budget(budget * MIB), ())
-    nbytes, apart = expected
-    assert in_blocks(trace, plan, EXACT) == (nbytes * MIB, apart)
+    def reserved(*_: object, gradients_apart: bool) -> int:
+        return (24 if gradients_apart else 16) * MIB
+
+    monkeypatch.setattr(blocks, "reserved_bytes", reserved)
+    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 7)])
+    away = Assignment(0, Offload(Tier.HOST, 0, 1, 6, 7))
+    plan = Plan(trace.fingerprint, "made", Budget(budget * MIB), (away,))
+    assert in_blocks(trace, plan, EXACT) == ((24 if apart else 16) * MIB, apart)
+    # Under a plan that moves nothing they stay where they are.
+    assert in_blocks(trace, replace(plan, assignments=()), EXACT) == (16 * MIB, False)
 
 
 def test_what_is_over_a_budget_is_said_with_room_for_small_blocks() -> None:
