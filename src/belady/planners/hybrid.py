@@ -141,9 +141,7 @@ class _Search:
             return None
         timeline = simulate(case.trace, case.hardware, plan)
         seconds = timeline.seconds
-        plan = replace(
-            plan, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=timeline.seconds
-        )
+        plan = replace(plan, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=seconds)
         faster = seconds < self._best.predicted_seconds
         if faster:
             self._best = plan
