@@ -1,8 +1,8 @@
 """Verb ``frontier``: memory against time, of ours, of every peer, and of what no plan can beat.
 
-Ours at a ladder of budgets, in percent of plain's peak of allocated bytes, and at its smallest
-passing cap; each peer at its smallest passing cap; the bound at the same ladder; at last ours at
-the cap of each peer.
+Ours at a ladder of budgets, in percent of plain's peak of allocated bytes; the bound at the same
+ladder; each peer at its smallest passing cap; ours at the cap of each peer; at last ours at its own
+smallest passing cap, which takes longest.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     for method in (BOUND, *policies):
         for percent in arguments.ladder:
             yield Case(net, method, f"{percent}%", shared=True)
-        if method != BOUND:
-            yield Case(net, method, "smallest", equal_steps=steps, shared=True)
     peers = arguments.peer or PEER_NAMES
     for method in peers:
         yield Case(net, method, "smallest", equal_steps=steps)
     for policy, method in product(policies, peers):
         yield Case(net, policy, f"100%:{method}", shared=True)
+    for policy in policies:
+        yield Case(net, policy, "smallest", equal_steps=steps)

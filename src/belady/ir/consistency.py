@@ -158,6 +158,7 @@ def _hardware(hardware: HardwareProfile, prefix: str) -> None:
         _fail(f"{prefix}allocator.round_bytes", f"{allocator.round_bytes} is not at least 1")
     _amount(f"{prefix}allocator.margin_fraction", allocator.margin_fraction)
     _amount(f"{prefix}allocator.margin_bytes", allocator.margin_bytes)
+    _amount(f"{prefix}allocator.settled_bytes", allocator.settled_bytes)
 
 
 def _link(path: str, link: Link) -> None:

@@ -90,11 +90,18 @@ class Allocator:
 
     A peak of ``p`` bytes held needs a budget of ``p * (1 + margin_fraction) + margin_bytes``:
     the stated margin for what issue order alone does not show (fragmentation, idle blocks).
+
+    Attributes
+    ----------
+    settled_bytes
+        Part of every peak that was there first and stays where it is (parameters and what an
+        optimizer keeps): between these blocks nothing is lost, so the fraction is not on them.
     """
 
     round_bytes: int
     margin_fraction: float
     margin_bytes: int
+    settled_bytes: int = 0
 
     def held(self, nbytes: int) -> int:
         """Bytes held for a request of ``nbytes``."""
@@ -102,16 +109,24 @@ class Allocator:
 
     def budget_for(self, peak_bytes: int) -> int:
         """Smallest budget in which a peak of ``peak_bytes`` is safe."""
-        return int(peak_bytes * (1 + self.margin_fraction)) + self.margin_bytes
+        lost = self.margin_fraction * max(0, peak_bytes - self.settled_bytes)
+        return int(peak_bytes + lost) + self.margin_bytes
 
     def peak_within(self, budget_bytes: int) -> int:
         """Largest peak that is safe in ``budget_bytes``; may be negative."""
-        peak = int((budget_bytes - self.margin_bytes) / (1 + self.margin_fraction))
+        most = budget_bytes - self.margin_bytes
+        spread = most + self.margin_fraction * self.settled_bytes
+        peak = min(most, int(spread / (1 + self.margin_fraction)))
         while self.budget_for(peak) > budget_bytes:
             peak -= 1
         while self.budget_for(peak + 1) <= budget_bytes:
             peak += 1
         return peak
+
+    def fraction_of(self, peak_bytes: int, budget_bytes: int) -> float:
+        """The fraction under which a peak is just safe, without a margin in bytes."""
+        moving = max(1, peak_bytes - self.settled_bytes)
+        return (budget_bytes - peak_bytes) / moving
 
 
 @dataclass(frozen=True)

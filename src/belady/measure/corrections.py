@@ -175,7 +175,8 @@ def with_gap_of(
     if measured.allocation_retries:
         more = wider(allocator).margin_fraction
         if peak and measured.reserved_bytes:
-            more = max(more, (measured.reserved_bytes + _largest_piece(trace, plan)) / peak - 1)
+            beside = measured.reserved_bytes + _largest_piece(trace, plan)
+            more = max(more, allocator.fraction_of(peak, beside))
         enough = min((it for it, flushed in others if not flushed and it > fraction), default=None)
         if enough is not None:
             more = (fraction + enough) / 2
@@ -185,7 +186,8 @@ def with_gap_of(
     loses = plan.predicted_seconds > _LOSES * sum(op.device_seconds for op in trace.ops)
     if not peak or not measured.reserved_bytes or not loses:
         return None
-    shown = max(MARGIN_AT_LEAST, 1.25 * (measured.reserved_bytes / peak - 1) + 0.02)
+    lost = allocator.fraction_of(peak, measured.reserved_bytes)
+    shown = max(MARGIN_AT_LEAST, 1.25 * lost + 0.02)
     too_small = max((it for it, flushed in others if flushed and it < fraction), default=0.0)
     half = max(_HALVED_AT_LEAST, (fraction + too_small) / 2)
     less = half if shown > half or shown <= too_small else shown

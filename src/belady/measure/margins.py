@@ -13,7 +13,7 @@ from dataclasses import replace
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
-from belady.ir.trace import Trace
+from belady.ir.trace import StorageKind, Tier, Trace
 from belady.measure.corrections import wider
 from belady.simulate.blocks import excess
 
@@ -32,6 +32,19 @@ _MORE = 1.5
 Make = Callable[[HardwareProfile], Plan]
 
 
+def with_settled(trace: Trace, hardware: HardwareProfile) -> HardwareProfile:
+    """The machine on which no margin is asked for what is there all the time.
+
+    Gradients are not: between two iterations others may have their memory.
+    """
+    nbytes = sum(
+        hardware.allocator.held(it.nbytes)
+        for it in trace.storages
+        if it.home is Tier.DEVICE and it.kind is not StorageKind.GRADIENT
+    )
+    return replace(hardware, allocator=replace(hardware.allocator, settled_bytes=nbytes))
+
+
 def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, HardwareProfile]:
     """A plan whose blocks fit, of a smaller margin where that is faster; else that of ``hardware``.
 
@@ -47,9 +60,8 @@ def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, H
         If there is no plan with the margin of ``hardware``.
     """
     plan = make(hardware)
-    over = excess(trace, plan, hardware.allocator)
-    if over > 0:
-        return _roomier(trace, hardware, make, over) or (plan, hardware)
+    if not fits(trace, plan, hardware):
+        return _roomier(trace, plan, hardware, make) or (plan, hardware)
     kernels = sum(op.device_seconds for op in trace.ops)
     loses = not plan.moves_nothing and plan.predicted_seconds > _LOSES * kernels
     if hardware.allocator.margin_fraction <= 0 or len(trace.ops) > _OPS or not loses:
@@ -74,7 +86,7 @@ def towards(
             plan = make(changed)
         except InfeasibleBudgetError:
             continue
-        if changed.allocator.margin_fraction >= before or _fits(trace, plan, changed):
+        if changed.allocator.margin_fraction >= before or fits(trace, plan, changed):
             return plan, changed
     return None
 
@@ -83,39 +95,41 @@ def _tighter(
     trace: Trace, plan: Plan, hardware: HardwareProfile, make: Make
 ) -> tuple[Plan, HardwareProfile]:
     """The fastest plan of smaller and smaller margins in which its blocks fit."""
-    found, fits, least = (plan, hardware), hardware.allocator.margin_fraction, 0.0
+    found, enough, least = (plan, hardware), hardware.allocator.margin_fraction, 0.0
     for _ in range(_TIGHTER):
-        changed = _with(hardware, (least + fits) / 2)
+        changed = _with(hardware, (least + enough) / 2)
         other = make(changed)
-        if not _fits(trace, other, changed):
+        if not fits(trace, other, changed):
             least = changed.allocator.margin_fraction
             continue
-        fits = changed.allocator.margin_fraction
+        enough = changed.allocator.margin_fraction
         if other.predicted_seconds < _GAINS * found[0].predicted_seconds:
             found = other, changed
     return found
 
 
 def _roomier(
-    trace: Trace, hardware: HardwareProfile, make: Make, over: float
+    trace: Trace, plan: Plan, hardware: HardwareProfile, make: Make
 ) -> tuple[Plan, HardwareProfile] | None:
     """A plan with a wider margin in which its blocks fit."""
-    allocator = hardware.allocator
-    little = (1 + allocator.margin_fraction) * (1 + _MORE * over) - 1
+    allocator, budget = hardware.allocator, plan.budget.device_bytes
+    lacking = excess(trace, plan, allocator) * budget / max(1, budget - allocator.settled_bytes)
+    little = (1 + allocator.margin_fraction) * (1 + _MORE * lacking) - 1
     more = wider(allocator), wider(wider(allocator))
     margins = sorted((little, *(it.margin_fraction for it in more)))
     for margin in margins[: 1 if len(trace.ops) > _OPS else None]:
         changed = _with(hardware, margin)
         try:
-            plan = make(changed)
+            other = make(changed)
         except InfeasibleBudgetError:
             return None
-        if _fits(trace, plan, changed):
-            return plan, changed
+        if fits(trace, other, changed):
+            return other, changed
     return None
 
 
-def _fits(trace: Trace, plan: Plan, hardware: HardwareProfile) -> bool:
+def fits(trace: Trace, plan: Plan, hardware: HardwareProfile) -> bool:
+    """Whether the allocator is foretold to need no more than the budget of ``plan``."""
     return excess(trace, plan, hardware.allocator) <= 0
 
 

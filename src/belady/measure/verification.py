@@ -21,7 +21,7 @@ from belady.measure.corrections import (
     with_links_of,
     with_peak_of,
 )
-from belady.measure.margins import Make, suited, towards
+from belady.measure.margins import Make, fits, suited, towards, with_settled
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.planners import plan as make_plan
@@ -58,7 +58,7 @@ class Trial:
 
         0 where the budget is far above: only near its cap does the allocator have to fit blocks.
         """
-        needed = int(peak_bytes * (1 + self.hardware.allocator.margin_fraction))
+        needed = replace(self.hardware.allocator, margin_bytes=0).budget_for(peak_bytes)
         return needed if needed > _NEAR * self.plan.budget.device_bytes else 0
 
     def keeps(self) -> bool:
@@ -104,39 +104,49 @@ class Verification:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        hardware, name = self._hardware, self._policy.name
+        name = self._policy.name
         make = self._planner(name, trace, numerics)
+        if name not in _FILLING:
+            return Trial(make(self._hardware), self._hardware, name)
+        hardware = with_settled(trace, self._hardware)
         try:
-            if name not in _FILLING:
-                return Trial(make(hardware), hardware, name)
             return Trial(*suited(trace, hardware, make), name)
         except InfeasibleBudgetError as error:
             if name != "auto":
                 raise
-            return self._with_less_margin(trace, numerics, error)
+            return self._with_less_margin(trace, hardware, numerics, error)
 
     def _with_less_margin(
-        self, trace: Trace, numerics: tuple[str, ...], error: InfeasibleBudgetError
+        self,
+        trace: Trace,
+        hardware: HardwareProfile,
+        numerics: tuple[str, ...],
+        error: InfeasibleBudgetError,
     ) -> Trial:
         """A plan for a budget without room for the stated margin, which the floor has just run in.
 
-        Half of the room that there is goes to the margin. Nothing is recomputed: where memory is
-        that scarce, a library may not get the workspace of the algorithm that it took before.
+        Half of the room that there is goes to the margin. Nothing is recomputed where there are
+        convolutions: with memory that scarce, cuDNN may not get the workspace of the algorithm that
+        it took before.
         """
-        allocator = self._hardware.allocator
-        peak = allocator.peak_within(error.smallest_bytes)
-        room = self._policy.budget.device_bytes / max(peak, 1) - 1
-        for name, fraction in (("lifetime", room / 2), ("floor", 0.0)):
-            if fraction < MARGIN_AT_LEAST and name != "floor":
-                continue
-            tight = replace(allocator, margin_fraction=fraction, margin_bytes=0)
-            hardware = replace(self._hardware, allocator=tight)
+        budget = self._policy.budget.device_bytes
+        peak = hardware.allocator.peak_within(error.smallest_bytes)
+        half = hardware.allocator.fraction_of(peak, budget) / 2
+        convolves = any("convolution" in op.name for op in trace.ops)
+        for name in ("lifetime", "floor") if convolves else ("hybrid", "lifetime", "floor"):
+            fraction = 0.0 if name == "floor" else max(half, 0.0)
+            tight = replace(hardware.allocator, margin_fraction=fraction, margin_bytes=0)
+            tight_hardware = replace(hardware, allocator=tight)
             try:
-                plan = self._plan(name, trace, hardware, numerics)
+                plan = self._plan(name, trace, tight_hardware, numerics)
             except InfeasibleBudgetError:
                 continue
-            self.notes.append(f"the budget leaves a margin of {fraction:.0%}: {error}")
-            return Trial(plan, hardware, name)
+            safe = fraction >= MARGIN_AT_LEAST or (
+                fraction > 0 and fits(trace, plan, tight_hardware)
+            )
+            if safe or name == "floor":
+                self.notes.append(f"the budget leaves a margin of {fraction:.0%}: {error}")
+                return Trial(plan, tight_hardware, name)
         raise error
 
     def better(

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
+from typing import NamedTuple
 
 from belady.errors import PlanMismatchError
 from belady.ir.hardware import HardwareProfile
@@ -26,6 +28,11 @@ Chain = Sequence[str]
 # More slices make kernels too small to be of use; a longer stretch does more.
 _SLICES = (2, 4, 8, 16, 32, 64)
 _ROUNDS = 16
+# What an op costs on each slice beside its bytes, as bytes: a start, and a last wave not full.
+_A_SLICE = 8 << 20
+# By how much fewer slices of a part of a stretch are than those of the whole, and how often it is
+# asked whether less work fits.
+_FEWER, _EASIER = (1, 2, 4, 8, 16), 40
 # What is tried first: short stretches, whose ends are resident as a whole, or long ones, where one
 # number of slices has to do for all.
 Order = Callable[[tuple[tuple[str, ...], int]], tuple[int, int]]
@@ -42,7 +49,7 @@ def sections_for(
     chains: Sequence[Chain],
     may: Callable[[Section], bool],
 ) -> tuple[Section, ...] | None:
-    """Fewest slices of the fewest bytes with which the floor of ``trace`` fits; None if none do.
+    """The least work in slices with which the floor of ``trace`` fits; None if none do.
 
     Parameters
     ----------
@@ -60,7 +67,7 @@ def sections_for(
     """
     search = _Search(trace, hardware, budget, chains, may)
     found = [it for order in _ORDERS for it in (search.found(order),) if it is not None]
-    return min(found, key=search.work, default=None)
+    return min(map(search.refined, found), key=search.work, default=None)
 
 
 def with_workspaces(trace: Trace, share: float) -> Trace:
@@ -84,9 +91,23 @@ def with_workspaces(trace: Trace, share: float) -> Trace:
     return replace(trace, ops=tuple(replace(op, workspace_bytes=asks(op)) for op in trace.ops))
 
 
+def added_work(trace: Trace, sections: tuple[Section, ...]) -> float:
+    """By what part of its work a whole iteration in these sections does more."""
+    touched = _touched_bytes(trace)
+    return _work(touched, sections) / max(1, _work(touched, ())) - 1
+
+
 def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:
     """Bytes of the floor of ``trace`` beyond the budget; negative where there is room."""
     return _Search(trace, hardware, budget, (), lambda _: False).excess(())[0]
+
+
+class _Touched(NamedTuple):
+    """An op in module ``path``: bytes read and made, and whether it is a norm over a batch."""
+
+    path: str
+    nbytes: int
+    norm: bool
 
 
 class _Search:
@@ -106,6 +127,7 @@ class _Search:
         self._known: dict[tuple[Section, ...], tuple[int, str]] = {}
         self._allowed: dict[tuple[str, ...], bool] = {}
         self._out = _output_bytes(trace)
+        self._touched = _touched_bytes(trace)
 
     def found(self, order: Order) -> tuple[Section, ...] | None:
         """Sections with which the floor fits, by the least change of the worst module each time."""
@@ -120,14 +142,38 @@ class _Search:
             chosen = better
         return None
 
+    def refined(self, sections: tuple[Section, ...]) -> tuple[Section, ...]:
+        """The same with less work: stretches in fewer slices, or parts of them, while all fits."""
+        left = _EASIER
+        while True:
+            now = self.work(sections)
+            easier = sorted(
+                ((self.work(it), it) for it in set(self._easier(sections))), key=itemgetter(0)
+            )
+            for work, other in easier:
+                if work >= now or not left:
+                    return sections
+                left -= 1
+                if self.excess(other)[0] <= 0 and all(map(self._is_allowed, other)):
+                    sections = other
+                    break
+            else:
+                return sections
+
+    def _easier(self, sections: tuple[Section, ...]) -> Iterator[tuple[Section, ...]]:
+        """Sections with one of them in fewer slices, or in two parts of which one is."""
+        for section in sections:
+            modules, most = section.modules, section.slices
+            rest = [it for it in sections if it is not section]
+            for at, fewer in product(range(len(modules)), _FEWER):
+                for first, last in ((most, most // fewer), (most // fewer, most)):
+                    parts = Section(modules[:at], first), Section(modules[at:], last)
+                    some = (it for it in parts if it.modules and it.slices > 1)
+                    yield tuple(sorted((*rest, *some), key=lambda it: it.modules))
+
     def work(self, sections: tuple[Section, ...]) -> int:
-        """Bytes that the ops of ``sections`` touch, as often as there are slices."""
-        return sum(
-            section.slices * sum(self._trace.storages[it].nbytes for it in self._touched(op))
-            for section in sections
-            for op in self._trace.ops
-            if _inside(op.module, section.modules)
-        )
+        """See `_work`."""
+        return _work(self._touched, sections)
 
     def excess(self, sections: tuple[Section, ...]) -> tuple[int, str]:
         """Bytes of the floor beyond the budget, and the module path of the op that needs most."""
@@ -170,9 +216,6 @@ class _Search:
         for i, j in product(first, last):
             yield tuple(chain[i : j + 1])
 
-    def _touched(self, op: Op) -> set[int]:
-        return {self._trace.values[value].storage for value in (*op.reads, *op.writes)}
-
     def _is_allowed(self, section: Section) -> bool:
         """Whether it may be cut at all, asked once for all numbers of slices."""
         if section.modules not in self._allowed:
@@ -206,6 +249,28 @@ def _output_bytes(trace: Trace) -> dict[str, int]:
                 found[path] = nbytes
                 path = path.rpartition(".")[0]
     return found
+
+
+def _touched_bytes(trace: Trace) -> list[_Touched]:
+    """What each op that makes bytes reads and makes."""
+    found = []
+    for op in trace.ops:
+        read, made = ({trace.values[v].storage for v in it} for it in (op.reads, op.writes))
+        if made - read:
+            nbytes = sum(trace.storages[it].nbytes for it in read | made)
+            found.append(_Touched(op.module, nbytes, "batch_norm" in op.name))
+    return found
+
+
+def _work(touched: Sequence[_Touched], sections: tuple[Section, ...]) -> int:
+    """Bytes that ops touch, and what so many slices cost beside them."""
+    total = 0
+    for op in touched:
+        within = (it.slices for it in sections if _inside(op.path, it.modules))
+        slices = next(within, 1)
+        # A norm over the batch reads again what it has summed up.
+        total += op.nbytes * (2 if op.norm and slices > 1 else 1) + slices * _A_SLICE
+    return total
 
 
 def _lower(sizes: Sequence[int], index: int) -> bool:

@@ -67,14 +67,15 @@ def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
     """Foretell `reserved_bytes`, and where gradients should be.
 
     Among the rest they leave it in pieces; apart they are idle in forward, which can be more. Under
-    a plan that moves nothing they stay where they are.
+    a plan that moves nothing they stay where they are, and where they have to for it to fit.
     """
     among = reserved_bytes(trace, plan, allocator, gradients_apart=False)
     if plan.moves_nothing:
         return InBlocks(among, False)
     apart = reserved_bytes(trace, plan, allocator, gradients_apart=True)
-    worth = _APART_COSTS * plan.budget.device_bytes
-    return InBlocks(among, False) if among < apart - worth else InBlocks(apart, True)
+    budget = plan.budget.device_bytes
+    costs = among < apart - _APART_COSTS * budget or among <= budget / _AGREES < apart
+    return InBlocks(among, False) if costs else InBlocks(apart, True)
 
 
 def excess(trace: Trace, plan: Plan, allocator: Allocator) -> float:

@@ -7,13 +7,14 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Measured, TierPeak
-from belady.ir.trace import Tier
+from belady.ir.trace import Storage, StorageKind, Tier
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.measure.verification import Trial, Verification, verified
 from belady.planners import plan, smallest_budget
 from tests.unit.simulate.cases import gpu, trace_of
 
+STATE = Storage("cuda", 0, StorageKind.STATE, 0, 6, 6, Tier.DEVICE)
 TRACE = trace_of([1.0] * 6, [(1000, 0, 5), (1000, 1, 4), (1000, 2, 3)])
 HARDWARE = replace(gpu(), allocator=Allocator(1, 0.2, 0))
 # What the leanest plan holds, without any margin.
@@ -34,15 +35,32 @@ def test_a_budget_with_room_for_the_stated_margin_is_planned_with_it() -> None:
     assert notes == []
 
 
-def test_half_of_too_little_room_is_the_margin_of_a_plan_that_only_moves() -> None:
-    trial, notes = first("auto", int(1.15 * PEAK))
-    assert trial.plan.planner.startswith("lifetime")
+@pytest.mark.parametrize(("name", "policy"), [("mm", "hybrid"), ("convolution", "lifetime")])
+def test_half_of_too_little_room_is_the_margin_and_no_convolution_is_recomputed(
+    name: str, policy: str
+) -> None:
+    trace = replace(TRACE, ops=(replace(TRACE.ops[0], name=f"aten.{name}.default"), *TRACE.ops[1:]))
+    verification = Verification(Policy("auto", Budget(int(1.15 * PEAK))), HARDWARE)
+    trial, notes = verification.first(trace), verification.notes
+    assert trial.policy == policy
     assert trial.hardware.allocator.margin_fraction == pytest.approx(0.075, abs=0.001)
     assert trial.plan.predicted_peak_bytes <= 1.15 / 1.07 * PEAK
     assert notes[0].startswith("the budget leaves a margin of 7%")
 
 
-def test_with_hardly_any_room_the_floor_goes_on() -> None:
+def test_no_margin_is_asked_for_what_is_there_all_the_time() -> None:
+    kept = 100 * PEAK
+    state = replace(STATE, nbytes=kept)
+    trace = replace(TRACE, storages=(*TRACE.storages, state))
+    verification = Verification(Policy("auto", Budget(kept + int(1.25 * PEAK))), HARDWARE)
+    trial = verification.first(trace)
+    assert not verification.notes
+    assert trial.hardware.allocator == replace(HARDWARE.allocator, settled_bytes=kept)
+    assert kept < trial.plan.predicted_peak_bytes <= kept + PEAK * 1.25 / 1.2
+
+
+def test_with_hardly_any_room_the_floor_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    needing(monkeypatch, 1.05)
     trial, notes = first("auto", int(1.02 * PEAK))
     assert trial.plan.planner.startswith("floor")
     assert notes[0].startswith("the budget leaves a margin of 0%")
@@ -78,7 +96,7 @@ def test_who_planned_for_too_little_room_is_asked_again(monkeypatch: pytest.Monk
     peaks = (TierPeak(Tier.DEVICE, PEAK),)
     measured = Measured(1, 9.0, (9.0,), peaks, PEAK, allocation_retries=3)
     verification.better(TRACE, [verified(trial, TRACE, measured, [SAMPLE])], [SAMPLE])
-    assert asked[:3] == ["auto", "lifetime", "lifetime"]
+    assert asked[:3] == ["auto", "hybrid", "hybrid"]
     assert "auto" not in asked[3:]
 
 
