@@ -14,13 +14,15 @@ from torch._inductor import config
 import belady
 import tests.parity.graphs as graphs
 from belady.graph import inductor, program
+from belady.graph.replays import from_statistics
 from belady.graph.session import Session
 from belady.ir.plan import Plan
 from belady.ir.trace import Trace
 from tests.parity.graphs import PlannedHost, compiled
 from tests.parity.racing import hostile_carrier, random_plan
+from tests.parity.test_graph_shortcuts import LAST, NORMS, made_again
 from tests.support.models import CNN, Task
-from tests.support.training import Training, plain
+from tests.support.training import Training, autocast, plain
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 
@@ -140,3 +142,28 @@ def test_what_inductor_cannot_compile_runs_op_by_op(monkeypatch: pytest.MonkeyPa
     assert run is not None
     (note,) = run.notes
     assert note.endswith("no compiler on this machine")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("task", [NORMS, LAST], ids=str)
+def test_norms_from_their_statistics_are_fused_with_what_is_around_them(
+    task: Task, replaying: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_targets: list[Any] = []
+    known = inductor.compiled
+
+    def noted(module: fx.GraphModule, fakes: Sequence[Any]) -> Any:
+        compiled_targets.extend(node.target for node in module.graph.nodes)
+        return known(module, fakes)
+
+    monkeypatch.setattr(inductor, "compiled", noted)
+    expected = Training(task, "cuda").run(autocast, range(6))
+    training = Training(task, "cuda")
+    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
+        training.run(autocast, range(6))
+    run = vm.run()
+    assert run is not None
+    assert not any("Inductor" in note for note in run.notes)
+    assert any(run.trace.ops[op].shortcut is not None for op in made_again(run))
+    assert from_statistics in compiled_targets
+    torch.testing.assert_close(training.losses, expected.losses, rtol=2e-2, atol=2e-2)

@@ -33,6 +33,8 @@ _WORDS = (
     "arange.default arange.start arange.start_step scalar_tensor upsample_nearest2d.vec "
     "upsample_bilinear2d upsample_bilinear2d.vec"
 )
+# Kernels of libraries, of which a compiler makes calls.
+_ALONE = re.compile(r"convolution|mm\b|mv\b|dot\b|attention|embedding|_foreach|fft|rnn|lstm|gru")
 _SAME_AGAIN = frozenset(f"aten.{w if '.' in w else w + '.default'}" for w in _WORDS.split())
 _REPEATABLE = (REPLAYABLE - IN_PLACE) | _SAME_AGAIN
 
@@ -40,6 +42,12 @@ _REPEATABLE = (REPLAYABLE - IN_PLACE) | _SAME_AGAIN
 def name_of(step: Step) -> str:
     """The operator, as torch names it."""
     return str(step.node.target)
+
+
+def is_fused(name: str) -> bool:
+    """Whether a compiler makes one kernel of an op with this name and of its neighbours."""
+    namespace, _, op = name.partition(".")
+    return namespace == "aten" and not _ALONE.search(op)
 
 
 def is_random(step: Step) -> bool:

@@ -13,6 +13,7 @@ from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 from belady.graph.orders import AS_SAVED, Act, Orders
 from belady.graph.replays import Replay, replays_of, shortcut_of
+from belady.graph.seams import at_seams, read_in_run
 from belady.graph.segments import Fuse, fused
 from belady.memory.geometry import Geometry
 
@@ -62,7 +63,8 @@ class _Writer:
         self, joint: Joint, layout: Layout, orders: Orders, watched: bool, fuse: Fuse | None
     ) -> None:
         self.joint, self.watched, self._fuse = joint, watched, fuse
-        self._layout, self._orders = layout, orders
+        self._layout = layout
+        self._orders = orders if fuse is None else at_seams(orders, joint, layout)
         self._replays = replays_of(joint, layout, orders.replayed)
         self.made_by = {n: step for step in (*joint.forward, *joint.backward) for n in step.made}
         self._kept: list[fx.Node] = []
@@ -74,12 +76,12 @@ class _Writer:
             else:
                 self._kept.append(node)
         self._held = {storage: nodes for storage, nodes in self._held.items() if nodes}
-        outside = [it for it in (*joint.primals, *joint.forward_outputs) if _is_node(it)]
+        outside = [it for it in (*joint.primals, *joint.forward_outputs) if isinstance(it, fx.Node)]
         self._outside = {layout.storage_of.get(node, -1) for node in outside}
         self._given_out = {
             layout.storage_of[node]
             for node in joint.forward_outputs
-            if _is_node(node) and node in layout.storage_of and node not in joint.primals
+            if isinstance(node, fx.Node) and node in layout.storage_of and node not in joint.primals
         }
         self.checked = tuple(
             place
@@ -159,13 +161,16 @@ class _Writer:
 
     def backward(self) -> Callable[..., Any]:
         part = _Part(self, self._orders.backward, self._recoverable())
+        moved = [node for nodes in self._held.values() for node in nodes]
+        first = self._fuse and read_in_run(self.joint.backward, self._layout, part.acts, moved)
         names = [*(part.names[node] for node in self._kept), *self._handles()]
         part.defined.update(self._kept)
         part.unpack("saved", names)
         part.begin("args", self.joint.tangents)
-        for step in self.joint.backward:
-            if self._layout.is_op(step):
-                part.op(step)
+        ops = [step for step in self.joint.backward if self._layout.is_op(step)]
+        for at, step in enumerate(ops):
+            # What comes back does so before ops that may be one kernel, not between them.
+            part.op(step, first[at] if first else ())
         part.act()
         results = [part.result(node) for node in self.joint.backward_outputs]
         part.code.add(f"return [{', '.join(results)}]", [r for r in results if r != "None"])
@@ -214,7 +219,7 @@ class _Part:
         self.defined: set[fx.Node] = set(writer.joint.constants)
         self.begun: set[int] = set()
         self._writer = writer
-        self._acts = acts
+        self.acts = acts
         self._recoverable = recoverable
         self._op = 0
 
@@ -232,14 +237,14 @@ class _Part:
 
     def act(self) -> None:
         """Do what is due at the boundary reached."""
-        for act, value in self._acts.get(self._op, ()):
+        for act, value in self.acts.get(self._op, ()):
             self.code.add(f"contents.{act.name.lower()}({value})")
 
-    def op(self, step: Step) -> None:
-        """Issue an op, what is due before it, and what it needs."""
+    def op(self, step: Step, first: Iterable[fx.Node] = ()) -> None:
+        """Issue an op, what is due before it, and what it, or an op soon after it, needs."""
         self.act()
         self._op += 1
-        for node in step.inputs:
+        for node in (*first, *step.inputs):
             self.demand(node)
         if self._writer.watched:
             self.code.add("watch.start()")
@@ -293,7 +298,3 @@ class _Part:
     def _call(self, step: Step) -> None:
         self.code.step(step, self.names)
         self.defined.update(step.made)
-
-
-def _is_node(item: Any) -> bool:
-    return isinstance(item, fx.Node)

@@ -116,6 +116,24 @@ def norm_again(x: Any, weight: Any, bias: Any, training: bool, *rest: float) -> 
     return (*_NORM(x, weight, bias, training, *rest), None, None)
 
 
+def from_statistics(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+    _epsilon: float,
+) -> torch.Tensor:
+    """What `FROM_STATISTICS` computes, in ops that a compiler can fuse with others."""
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    made = (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
+    if weight is not None:
+        made = made * weight.view(shape)
+    if bias is not None:
+        made = made + bias.view(shape)
+    return made.to(x.dtype)
+
+
 def shortcut_of(joint: Joint, step: Step) -> Step | None:
     """A cheaper step to the first result of another; whether to the same bits is to be tried.
 

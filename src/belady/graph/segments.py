@@ -14,12 +14,14 @@ from belady.graph.code import Called, Code, Line
 from belady.graph.doors import fake_value
 from belady.graph.joint import Step
 from belady.graph.layout import Layout
-from belady.graph.replays import FROM_STATISTICS, norm_again
+from belady.graph.replays import FROM_STATISTICS, from_statistics, norm_again
 
 # Makes one callable of a graph and of its inputs as tensors without bytes; None: it cannot.
 Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[Any]] | None]
 
 _FEWEST = 2
+# What has no form without bytes, and in whose place a compiler gets something that has.
+_INSTEAD: dict[Any, Callable[..., Any]] = {FROM_STATISTICS: from_statistics}
 
 
 def fused(code: Code, layout: Layout, fuse: Fuse) -> None:
@@ -68,7 +70,6 @@ def _is_plain(step: Step, layout: Layout) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and target.namespace == "aten"
-        and target is not FROM_STATISTICS  # it has no form without bytes
         and not ops.is_random(step)
         and not layout.writes_to(step)
     )
@@ -142,7 +143,7 @@ def _graph_of(
 
 def _call(graph: fx.Graph, called: Called, known: dict[str, fx.Node]) -> None:
     step, names = called.step, called.names
-    target: Any = step.node.target
+    target: Any = _INSTEAD.get(step.node.target, step.node.target)
 
     def read(node: fx.Node) -> fx.Node:
         return known[names[node]]
