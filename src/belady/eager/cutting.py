@@ -19,7 +19,7 @@ from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
-from belady.planners.sectioning import added_work, over_budget, sections_for, with_workspaces
+from belady.planners.sectioning import over_budget, sections_for, with_workspaces
 from belady.sections.allowed import reasons
 from belady.sections.stages import is_sequential
 from belady.sections.trial import trial
@@ -33,8 +33,8 @@ _COPIES = (2, 1, 0)
 # in bytes of the largest operand (H200; `python -m benchmarks kernels --question convolution`).
 _WITH_TENSOR_CORES, _WITHOUT = (2.0, 0.0), (6.3, 8.3)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
-# it saves more time than slices cost that add little work. Where all add more, this part will do.
-_ROOM, _LITTLE_WORK, _ENOUGH_ROOM = (0.5, 0.7, 0.85, 1.0), 0.02, 0.85
+# it saves more time than a few more slices cost.
+_ROOM = (0.85, 1.0)
 # Slices in a trial at most: their samples are run as a whole too, where memory is scarce.
 _TRIED = 8
 # How often modules are cut anew where the iteration that was observed needs more than its static
@@ -146,17 +146,12 @@ class Cutting:
             return tried[section.modules]
 
         asking, budget = with_workspaces(trace, share), self._policy.budget
-        found = dict[float, tuple[Section, ...]]()
-        for room in _ROOM:
-            part = room * self._allowed if room < _ROOM[-1] else room
-            within = replace(budget, device_bytes=int(part * budget.device_bytes))
-            sections = sections_for(asking, self._hardware, within, chains(module), may)
-            if sections and added_work(asking, sections) <= _LITTLE_WORK:
-                return sections
-            if sections:
-                found[room] = sections
-        roomy = (sections for room, sections in found.items() if room >= _ENOUGH_ROOM)
-        return next(roomy, next(iter(found.values()), None))
+        for room in dict.fromkeys((*(room * self._allowed for room in _ROOM), _ROOM[-1])):
+            within = replace(budget, device_bytes=int(room * budget.device_bytes))
+            found = sections_for(asking, self._hardware, within, chains(module), may)
+            if found:
+                return found
+        return None
 
 
 def _workspace_share(module: nn.Module, call: Call, device: torch.device) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -17,7 +18,7 @@ from belady.planners.mix import Away, Mixer, Wish
 from belady.planners.moves import Case
 from belady.planners.spread import Times, boundary_times
 from belady.simulate.blocks import excess
-from belady.simulate.engine import iteration_seconds, simulate
+from belady.simulate.engine import iteration_seconds, kernel_seconds, simulate
 
 # Steps from recomputing nothing to recomputing all that can be.
 _PARTS = 64
@@ -25,11 +26,15 @@ _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0)
 _REACHES = (0.0, 8.0, 32.0, 128.0, inf)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 8, 120, 100_000
+_FEWEST, _MOST, _OPS = 8, 200, 150_000
 # How fast a mix whose blocks do not fit seems slower, the more they lack.
 _STEEP = 4
-# Share of the iteration below which stalls are not worth another try.
-_NOTHING = 0.002
+# Share of the iteration below which stalls are not worth another try, and what all of it may lose
+# before single values are exchanged.
+_NOTHING, _NEAR = 0.002, 1.01
+# Exchanges: how much worse a mix may be at first, how many neighbours are turned at once, how often
+# a limit is changed instead, and what a mix that is known counts as among the tries.
+_HEAT, _TURNED, _LIMITS, _KNOWN = 0.01, (1, 1, 1, 2, 4, 8, 16), 0.2, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 3
+    version: int = 4
     recomputes: bool = True
 
     def __call__(
@@ -66,104 +71,112 @@ class Hybrid:
 
 
 class _Search:
-    """Tries mixes by simulation: how many replays, then which, from coarse to fine."""
+    """Tries mixes by simulation: how many replays, then which.
+
+    What a mix counts as is its price: seconds, and more where its blocks do not fit.
+    """
 
     def __init__(self, case: Case, mixer: Mixer, best: Plan) -> None:
         self._case = case
         self._mixer = mixer
-        # The fastest so far, and that of which torch's blocks fit into one another.
         self._best = best
-        self._fits: Plan | None = best if self._excess(best) <= 0 else None
-        self._left = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
-        self._seconds: dict[Wish, float] = {}
+        self._price = self._priced(best, best.predicted_seconds)
+        self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, best))
+        self._left: float = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
+        self._prices: dict[Wish, float] = {}
 
     def run(self) -> Plan:
-        """The fastest plan found."""
+        """The plan of the lowest price found."""
         parts = _parts(self._case.trace, self._mixer)
         some = parts[:: _PARTS // 4]
-        at = self._fastest(Wish(values) for values in some)
-        at = self._fastest(replace(at, stretch=stretch) for stretch in _STRETCHES)
-        at = self._fastest(replace(at, reach=reach) for reach in _REACHES)
-        at = self._fastest(
+        at = self._cheapest(Wish(values) for values in some)
+        at = self._cheapest(replace(at, stretch=stretch) for stretch in _STRETCHES)
+        at = self._cheapest(replace(at, reach=reach) for reach in _REACHES)
+        at = self._cheapest(
             replace(at, reserve=reserve, values=values) for reserve in _RESERVES for values in some
         )
         step = _PARTS // 8
         while step:
             here = parts.index(at.values)
             sides = [parts[by] for by in (here - step, here + step) if 0 <= by <= _PARTS]
-            at = self._fastest([at, *(replace(at, values=values) for values in sides)])
+            at = self._cheapest([at, *(replace(at, values=values) for values in sides)])
             step //= 2
-        at = self._fastest(replace(at, stretch=stretch) for stretch in _STRETCHES)
-        at = self._fastest(replace(at, reach=reach) for reach in _REACHES)
-        self._exchange(at)
-        if self._fits is None:
-            return self._best
-        # What is simulated is not that exact that a little more would be worth any price.
-        price = _priced(self._best.predicted_seconds, self._excess(self._best))
-        return self._fits if self._fits.predicted_seconds <= price else self._best
+        at = self._cheapest(replace(at, stretch=stretch) for stretch in _STRETCHES)
+        self._exchange(self._cheapest(replace(at, reach=reach) for reach in _REACHES))
+        return self._best
 
     def _exchange(self, at: Wish) -> None:
-        """Turn copies into replays and back, by fewer and fewer neighbours in time at once."""
-        values = self._case.trace.values
+        """Turn copies of neighbours in time into replays and back, at first also for the worse.
+
+        Simulated annealing (Kirkpatrick et al., Science 220, 1983): a mix whose blocks fit into one
+        another may lie behind some that do not.
+        """
+        values, kernels = self._case.trace.values, sum(kernel_seconds(self._case.trace, self._best))
         order = sorted(self._mixer.cost, key=lambda v: (values[v].first_save, v))
-        size = len(order)
-        while size > 1 and self._left > 0:
-            size = (size + 1) // 2
-            for first in range(0, len(order), size):
-                turned = at.values ^ frozenset(order[first : first + size])
-                at = self._fastest([at, replace(at, values=turned)])
+        rng, tries = random.Random(0), max(1.0, self._left)
+        now, unstalled = self._prices[at], boundary_times(self._case.trace, None)
+        while self._left > 0 and self._price > _NEAR * kernels:
+            heat = _HEAT * self._left / tries
+            other = _neighbour(rng, at, order)
+            if other in self._prices:
+                self._left -= _KNOWN
+            price = self._try(other, (self._times, unstalled), now * (1 + 3 * heat))
+            if price < now * (1 + heat * rng.expovariate(1.0)):
+                at, now = other, price
 
-    def _fastest(self, wishes: Iterable[Wish]) -> Wish:
-        return min(wishes, key=self._try)
+    def _cheapest(self, wishes: Iterable[Wish]) -> Wish:
+        unstalled = boundary_times(self._case.trace, None)
+        return min(wishes, key=lambda wish: self._try(wish, (unstalled,), self._price))
 
-    def _try(self, wish: Wish) -> float:
-        if wish not in self._seconds:
-            times: Times | None = boundary_times(self._case.trace, None)
-            self._seconds[wish] = inf
+    def _try(self, wish: Wish, begun: Sequence[Times], most: float) -> float:
+        """The price of a mix, or, where that is above ``most``, some lower bound of it."""
+        if wish not in self._prices:
+            self._prices[wish] = inf
             # Replays and copies make compute later, which changes when copies are due.
-            while times is not None and self._left > 0:
-                self._left -= 1
-                times = self._settle(wish, times)
-        return self._seconds[wish]
+            for guess in begun:
+                times: Times | None = guess
+                while times is not None and self._left > 0:
+                    self._left -= 1
+                    times = self._settle(wish, times, most)
+        return self._prices[wish]
 
-    def _settle(self, wish: Wish, times: Times) -> Times | None:
-        """Try a mix; give the boundary times that it leads to if it is the fastest by now."""
+    def _settle(self, wish: Wish, times: Times, most: float) -> Times | None:
+        """Try a mix; give the boundary times that it leads to if none is better by now."""
         case = self._case
         plan = self._mixer.make(wish, times)
         if plan is None:
             return None
         seconds = iteration_seconds(case.trace, case.hardware, plan)
-        if self._fits is not None and seconds >= self._fits.predicted_seconds:
-            self._note(wish, seconds)
-            return None
-        verdict = check(case.trace, case.hardware, plan, case.budget)
-        if not verdict.ok:
+        price = self._priced(plan, seconds) if seconds < most else seconds
+        self._prices[wish] = min(self._prices[wish], price)
+        if (
+            price >= self._price
+            or not (verdict := check(case.trace, case.hardware, plan, case.budget)).ok
+        ):
             return None
         timeline = simulate(case.trace, case.hardware, plan)
-        seconds = timeline.seconds
-        plan = replace(plan, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=seconds)
-        faster = seconds < self._best.predicted_seconds
-        if faster:
-            self._best = plan
-        over = self._excess(plan)
-        self._note(wish, _priced(seconds, over))
-        if over <= 0:
-            self._fits = plan
-        elif not faster:
-            return None
-        stalled = timeline.stall_seconds > _NOTHING * timeline.seconds
-        return boundary_times(case.trace, timeline) if stalled else None
+        peak, seconds = verdict.peak_bytes, timeline.seconds
+        self._best = replace(plan, predicted_peak_bytes=peak, predicted_seconds=seconds)
+        self._price = price
+        self._times = boundary_times(case.trace, timeline)
+        return self._times if timeline.stall_seconds > _NOTHING * seconds else None
 
-    def _note(self, wish: Wish, seconds: float) -> None:
-        self._seconds[wish] = min(self._seconds[wish], seconds)
-
-    def _excess(self, plan: Plan) -> float:
-        return excess(self._case.trace, plan, self._case.hardware.allocator)
+    def _priced(self, plan: Plan, seconds: float) -> float:
+        """What a mix counts as: its seconds, or more where its blocks lack a part of the budget."""
+        over = excess(self._case.trace, plan, self._case.hardware.allocator)
+        return seconds * (1 + max(0.0, over)) ** _STEEP
 
 
-def _priced(seconds: float, over: float) -> float:
-    """What a mix counts as, whose blocks lack a part of the budget: near ones may lie better."""
-    return seconds * (1 + max(0.0, over)) ** _STEEP
+def _neighbour(rng: random.Random, at: Wish, order: Sequence[int]) -> Wish:
+    """A mix like ``at`` but for a few values next to one another, or for one of its limits."""
+    kind = rng.random()
+    if kind < _LIMITS:
+        limits = {"reach": _REACHES, "stretch": _STRETCHES, "reserve": _RESERVES}
+        name = rng.choice(sorted(limits))
+        changed = {"reach": at.reach, "stretch": at.stretch, "reserve": at.reserve}
+        return Wish(at.values, **(changed | {name: rng.choice(limits[name])}))
+    first = rng.randrange(len(order))
+    return replace(at, values=at.values ^ frozenset(order[first : first + rng.choice(_TURNED)]))
 
 
 def _parts(trace: Trace, mixer: Mixer) -> list[frozenset[int]]:

@@ -33,6 +33,8 @@ _A_SLICE = 8 << 20
 # By how much fewer slices of a part of a stretch are than those of the whole, and how often it is
 # asked whether less work fits.
 _FEWER, _EASIER = (1, 2, 4, 8, 16), 40
+# Work in slices, of that without, which is worth no search for less.
+_LITTLE = 1.03
 # What is tried first: short stretches, whose ends are resident as a whole, or long ones, where one
 # number of slices has to do for all.
 Order = Callable[[tuple[tuple[str, ...], int]], tuple[int, int]]
@@ -91,12 +93,6 @@ def with_workspaces(trace: Trace, share: float) -> Trace:
     return replace(trace, ops=tuple(replace(op, workspace_bytes=asks(op)) for op in trace.ops))
 
 
-def added_work(trace: Trace, sections: tuple[Section, ...]) -> float:
-    """By what part of its work a whole iteration in these sections does more."""
-    touched = _touched_bytes(trace)
-    return _work(touched, sections) / max(1, _work(touched, ())) - 1
-
-
 def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:
     """Bytes of the floor of ``trace`` beyond the budget; negative where there is room."""
     return _Search(trace, hardware, budget, (), lambda _: False).excess(())[0]
@@ -143,10 +139,12 @@ class _Search:
         return None
 
     def refined(self, sections: tuple[Section, ...]) -> tuple[Section, ...]:
-        """The same with less work: stretches in fewer slices, or parts of them, while all fits."""
+        """With less work, if they add much: fewer slices, or of parts of stretches, while all fits.
+
+        Where they add little, more slices leave more room: they stay.
+        """
         left = _EASIER
-        while True:
-            now = self.work(sections)
+        while (now := self.work(sections)) > _LITTLE * self.work(()):
             easier = sorted(
                 ((self.work(it), it) for it in set(self._easier(sections))), key=itemgetter(0)
             )
@@ -158,7 +156,8 @@ class _Search:
                     sections = other
                     break
             else:
-                return sections
+                break
+        return sections
 
     def _easier(self, sections: tuple[Section, ...]) -> Iterator[tuple[Section, ...]]:
         """Sections with one of them in fewer slices, or in two parts of which one is."""
