@@ -146,7 +146,8 @@ class _Search:
         left = _EASIER
         while (now := self.work(sections)) > _LITTLE * self.work(()):
             easier = sorted(
-                ((self.work(it), it) for it in set(self._easier(sections))), key=itemgetter(0)
+                ((self.work(it), it) for it in dict.fromkeys(self._easier(sections))),
+                key=itemgetter(0),
             )
             for work, other in easier:
                 if work >= now or not left:

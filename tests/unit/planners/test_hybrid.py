@@ -98,7 +98,7 @@ def test_without_replays_it_is_the_lifetime_policy() -> None:
     trace, hardware = chain(12, replayable=False), gpu()
     for budget in budgets(trace, hardware, 0.1, 0.5):
         made, copies = (plan(policy, trace, hardware, budget) for policy in ("hybrid", "lifetime"))
-        assert made == replace(copies, planner="hybrid/3")
+        assert made == replace(copies, planner="hybrid/4")
 
 
 def test_a_link_that_hides_every_copy_leaves_nothing_to_recompute() -> None:
@@ -194,6 +194,23 @@ def test_of_two_mixes_the_one_whose_blocks_fit_is_taken(
     assert recomputed(other) < recomputed(fastest)
     assert other.predicted_seconds >= fastest.predicted_seconds
     assert check(trace, hardware, other, budget).ok
+
+
+def test_single_values_are_exchanged_until_blocks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, hardware = chain(12), gpu()
+    (budget,) = budgets(trace, hardware, 0.4)
+    fastest = plan("hybrid", trace, hardware, budget)
+    # The last ones saved are what the search begins with: of cheap replays all are alike.
+    unwanted = max(v for v, it in fastest.decisions.items() if isinstance(it, Recompute))
+
+    def excess(_trace: Trace, made: Plan, _allocator: Allocator) -> float:
+        return 0.5 if isinstance(made.decisions.get(unwanted), Recompute) else -0.1
+
+    monkeypatch.setattr("belady.planners.hybrid.excess", excess)
+    made = plan("hybrid", trace, hardware, budget)
+    assert not isinstance(made.decisions.get(unwanted), Recompute)
+    assert made.predicted_seconds < 1.1 * fastest.predicted_seconds
+    assert plan("hybrid", trace, hardware, budget) == made
 
 
 def test_where_no_blocks_fit_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

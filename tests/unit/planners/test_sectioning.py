@@ -86,6 +86,16 @@ def test_what_is_cut_fits(make: object, share: float) -> None:
         assert floor_of(trace, fewer) > budget.device_bytes
 
 
+def test_parts_of_a_long_stretch_that_need_no_slices_have_none() -> None:
+    trace, chains = traced(nested)
+    budget = Budget(int(floor_of(trace) * 0.22))
+    assert floor_of(trace, [Section(("0", "1", "2"), 16)]) <= budget.device_bytes
+    found = sections_for(trace, gpu(), budget, [chains[0]], everything)
+    assert found is not None
+    assert found == (Section(("0", "1"), 16),)
+    assert floor_of(trace, found) <= budget.device_bytes
+
+
 def test_smaller_budgets_take_more_slices() -> None:
     trace, chains = traced(flat)
     whole = floor_of(trace)
