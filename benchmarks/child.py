@@ -151,9 +151,12 @@ class _Bench:
         run = self._observed(work)
         cap = self._cap(work)
         begun = time.perf_counter()
-        measured = min(run.measured.iterations) if run.measured else run.predicted.seconds
-        share = min(1.0, measured / run.predicted.seconds)
-        trace = replace(run.trace, ops=tuple(faster(op, share) for op in run.trace.ops))
+        predicted = run.predicted.seconds
+        measured = run.measured.iterations if run.measured else ()
+        share = min(measured, default=predicted) / predicted if predicted else 1.0
+        share = min(1.0, share)
+        ops = (replace(op, host_seconds=share * op.host_seconds) for op in run.trace.ops)
+        trace = replace(run.trace, ops=tuple(faster(op, share) for op in ops))
         allocator = replace(run.hardware.allocator, margin_fraction=0.0, margin_bytes=0)
         hardware = replace(run.hardware, allocator=allocator)
         found = bound(trace, hardware, Budget(2**62 if cap is None else cap))
@@ -177,7 +180,10 @@ class _Bench:
         if not self.case.method.startswith(OWN):
             raise ValueError(f"{self.case.method} states no budget of its own")
         run, policy = self._observed(work), self.case.method.partition(":")[2]
-        return int(_OWN_STEP * smallest_budget(policy, run.trace, run.hardware, Budget(2**62)))
+        # The founders' policies ask for a margin on everything.
+        allocator = replace(run.hardware.allocator, settled_bytes=0)
+        hardware = replace(run.hardware, allocator=allocator)
+        return int(_OWN_STEP * smallest_budget(policy, run.trace, hardware, Budget(2**62)))
 
     def _cap(self, work: Workload) -> int | None:
         """Bytes of the case's budget."""

@@ -13,6 +13,7 @@ from belady.errors import BudgetError, InfeasibleBudgetError, OutOfMemoryError, 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
 from belady.ir.trace import StorageKind, Tier, Trace
+from belady.measure.margins import with_settled
 from belady.measure.probe import probe
 from belady.measure.stages import Policy
 from belady.measure.static import static_trace
@@ -112,11 +113,16 @@ def refuse_infeasible(
         # It can be traced by running it alone; then the cap is the judge.
         return None
     try:
-        make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+        _plan(trace, hardware, policy)
     except InfeasibleBudgetError:
         trace = static_trace(module, call, device, state_copies=2)
-        make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
+        _plan(trace, hardware, policy)
     return trace
+
+
+def _plan(trace: Trace, hardware: HardwareProfile, policy: Policy) -> None:
+    hardware = with_settled(trace, hardware, policy.name)
+    make_plan(policy.name, trace, hardware, policy.budget, exact=policy.exact)
 
 
 def least_with_state(trace: Trace, hardware: HardwareProfile, policy: Policy) -> int:

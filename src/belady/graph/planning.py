@@ -13,14 +13,15 @@ from belady.graph import convolutions
 from belady.graph.bits import Bits
 from belady.graph.capture import Captured
 from belady.graph.kinds import Force, Kind
-from belady.graph.ops import is_fused
 from belady.graph.parts import Drawn, Part
+from belady.graph.seams import at_seams, fuses
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.trace import Trace
 from belady.measure.corrections import faster
+from belady.measure.margins import with_settled
 from belady.measure.stages import Policy, Stage
 from belady.measure.verification import Trial, Verification
 from belady.memory.carrier import Carrier
@@ -111,7 +112,8 @@ class Planning:
 
     def _first_plan(self, drawn: Drawn) -> Plan:
         """The floor, or what the policy has that takes less."""
-        hardware, policy = self._hardware, self._policy
+        policy = self._policy
+        hardware = with_settled(drawn.trace, self._hardware, policy.name)
         try:
             return make_plan("floor", drawn.trace, hardware, policy.budget, exact=policy.exact)
         except InfeasibleBudgetError:
@@ -154,8 +156,11 @@ class Planning:
 
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
         trial = replace(trial, plan=self._telling(drawn, trial.plan))
-        fuse = None if self._inductor is None else self._inductor.fuse
-        kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse)
+        if self._inductor is None:
+            kind.force = Force.of(kind.graphs, drawn, trial.plan)
+        else:
+            plan = at_seams(drawn.trace, trial.hardware, trial.plan)
+            kind.force = Force.of(kind.graphs, drawn, plan, fuse=self._inductor.fuse)
         kind.begin(trial, drawn.trace, self._carrier)
         if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)
@@ -163,7 +168,7 @@ class Planning:
 
 def _fused(trace: Trace) -> Trace:
     """The trace with the seconds of ops as they are inside of fused kernels."""
-    ops = (faster(op, _OF_FUSED) if is_fused(op.name) else op for op in trace.ops)
+    ops = (faster(op, _OF_FUSED) if fuses(op) else op for op in trace.ops)
     return replace(trace, ops=tuple(ops))
 
 

@@ -13,7 +13,7 @@ from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 from belady.graph.orders import AS_SAVED, Act, Orders
 from belady.graph.replays import Replay, replays_of, shortcut_of
-from belady.graph.seams import at_seams, read_in_run
+from belady.graph.seams import read_in_run
 from belady.graph.segments import Fuse, fused
 from belady.memory.geometry import Geometry
 
@@ -63,8 +63,7 @@ class _Writer:
         self, joint: Joint, layout: Layout, orders: Orders, watched: bool, fuse: Fuse | None
     ) -> None:
         self.joint, self.watched, self._fuse = joint, watched, fuse
-        self._layout = layout
-        self._orders = orders if fuse is None else at_seams(orders, joint, layout)
+        self._layout, self._orders = layout, orders
         self._replays = replays_of(joint, layout, orders.replayed)
         self.made_by = {n: step for step in (*joint.forward, *joint.backward) for n in step.made}
         self._kept: list[fx.Node] = []

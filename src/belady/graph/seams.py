@@ -1,8 +1,8 @@
 """Movements at the seams of fused kernels: where an op that no compiler fuses begins or ends.
 
 A run of ops is compiled from one movement to the next. One in the middle of ops that would be one
-kernel makes two of them, which write and read again what is between. So copies begin, and bytes go,
-a few ops later than planned, and bytes come back a few ops earlier.
+kernel makes two of them, which write and read again what is between. So bytes go a few ops later
+than planned, and come back a few ops earlier, as far as the budget has room for that.
 """
 
 from __future__ import annotations
@@ -10,23 +10,41 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise, product
 
 from torch import fx
 
-from belady.graph.joint import Joint, Step
+from belady.graph.joint import Step
 from belady.graph.layout import Layout
-from belady.graph.ops import is_fused, name_of
-from belady.graph.orders import Act, Acts, Orders
+from belady.graph.ops import is_fused, is_random, name_of
+from belady.graph.orders import Act
+from belady.ir.hardware import HardwareProfile
+from belady.ir.legality import check
+from belady.ir.plan import Assignment, Offload, Plan
+from belady.ir.trace import Op, Trace
 
 
-def at_seams(orders: Orders, joint: Joint, layout: Layout) -> Orders:
-    """The orders, with every movement of a value at the seam next to where it is due."""
-    forward, backward = (_seams(steps, layout) for steps in (joint.forward, joint.backward))
-    return replace(
-        orders,
-        forward=_moved(orders.forward, forward),
-        backward=_moved(orders.backward, backward),
-    )
+def at_seams(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Plan:
+    """The plan with movements at the seams next to where they are due, if it stays legal so.
+
+    Where not all can be there at once, one after another is tried.
+    """
+
+    def legal(assignments: Sequence[Assignment]) -> Plan | None:
+        other = replace(plan, assignments=tuple(assignments))
+        return other if check(trace, hardware, other, plan.budget).ok else None
+
+    seams = _seams([fuses(op) for op in trace.ops])
+    moved = [_moved(it, seams) for it in plan.assignments]
+    found = legal(moved)
+    if found is not None:
+        return found
+    for place, back in product(range(len(moved)), (True, False)):
+        assignment = _moved(plan.assignments[place], seams, free=not back, back=back)
+        if assignment != plan.assignments[place]:
+            one = [*plan.assignments[:place], assignment, *plan.assignments[place + 1 :]]
+            plan = legal(one) or plan
+    return plan
 
 
 def read_in_run(
@@ -37,38 +55,37 @@ def read_in_run(
 ) -> list[list[fx.Node]]:
     """Of what was ``moved``, what each run that may be fused reads: at its first op, of each op."""
     ops = [step for step in steps if layout.is_op(step)]
-    ends, found, start = {*_seams(steps, layout), *acts}, [list[fx.Node]() for _ in ops], 0
+    fused = [
+        is_fused(name_of(step)) and not is_random(step) and not layout.writes_to(step)
+        for step in ops
+    ]
+    ends, found, start = {*_seams(fused), *acts}, [list[fx.Node]() for _ in ops], 0
     for at, step in enumerate(ops):
         start = at if at in ends else start
         found[start] += [node for node in step.inputs if node in moved]
     return found
 
 
-def _seams(steps: Sequence[Step], layout: Layout) -> list[int]:
-    """Boundaries of a part beside an op that is not fused, and its ends."""
-    fused = [is_fused(name_of(step)) for step in steps if layout.is_op(step)]
-    inner = (at for at in range(1, len(fused)) if not (fused[at - 1] and fused[at]))
-    return [0, *inner, len(fused)] if fused else [0]
+def fuses(op: Op) -> bool:
+    """Whether a compiler makes one kernel of an op of a trace and of its neighbours."""
+    return is_fused(op.name) and not op.random and not op.mutates
 
 
-def _moved(acts: Mapping[int, list[tuple[Act, int]]], seams: Sequence[int]) -> Acts:
-    due = [(at, act, value) for at in sorted(acts) for act, value in acts[at]]
-    moved = {(act, value): _seam(at, act, seams) for at, act, value in due}
-    found: list[tuple[int, Act, int]] = []
-    for at, act, value in due:
-        freed, back = (moved.get((it, value)) for it in (Act.FREE, Act.BRING))
-        crossed = freed is not None and back is not None and back < freed
-        found.append((at if crossed else moved[act, value], act, value))
-    result: Acts = {}
-    # What goes makes room for what comes.
-    for at, act, value in sorted(found, key=lambda it: it[:2]):
-        result.setdefault(at, []).append((act, value))
-    return result
+def _seams(fused: Sequence[bool]) -> list[int]:
+    """Boundaries beside an op that is not fused, and the ends."""
+    inner = (at for at, (one, two) in enumerate(pairwise(fused), 1) if not (one and two))
+    return [0, *inner, len(fused)]
 
 
-def _seam(at: int, act: Act, seams: Sequence[int]) -> int:
-    if act is Act.ENCODE:
-        return at
-    if act is Act.BRING:
-        return seams[bisect_right(seams, at) - 1]
-    return seams[bisect_left(seams, at)] if at <= seams[-1] else at
+def _moved(
+    assignment: Assignment, seams: Sequence[int], *, free: bool = True, back: bool = True
+) -> Assignment:
+    """The assignment with the end of a copy out, or the start of one back, at a seam."""
+    move = assignment.decision
+    if not isinstance(move, Offload):
+        return assignment
+    gone = seams[bisect_left(seams, move.free_at)] if free else move.free_at
+    here = seams[bisect_right(seams, move.copy_in_at) - 1] if back else move.copy_in_at
+    if here <= gone:
+        return assignment
+    return replace(assignment, decision=replace(move, free_at=gone, copy_in_at=here))

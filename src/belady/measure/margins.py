@@ -28,15 +28,21 @@ _OPS = 5_000
 # By how much more than it lacks a plan is asked to shrink.
 _MORE = 1.5
 
+# Policies that fill what room there is; the others do as their papers say.
+FILLING = frozenset({"auto", "hybrid", "lifetime"})
+
 # Makes the plan for a machine, or raises `InfeasibleBudgetError`.
 Make = Callable[[HardwareProfile], Plan]
 
 
-def with_settled(trace: Trace, hardware: HardwareProfile) -> HardwareProfile:
-    """The machine on which no margin is asked for what is there all the time.
+def with_settled(trace: Trace, hardware: HardwareProfile, policy: str) -> HardwareProfile:
+    """The machine on which ``policy`` asks for no margin on what is there all the time.
 
-    Gradients are not: between two iterations others may have their memory.
+    Gradients are not: between two iterations others may have their memory. Policies that do as
+    their papers say ask for a margin on everything.
     """
+    if policy not in FILLING:
+        return hardware
     nbytes = sum(
         hardware.allocator.held(it.nbytes)
         for it in trace.storages

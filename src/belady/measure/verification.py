@@ -21,7 +21,7 @@ from belady.measure.corrections import (
     with_links_of,
     with_peak_of,
 )
-from belady.measure.margins import Make, fits, suited, towards, with_settled
+from belady.measure.margins import FILLING, Make, fits, suited, towards, with_settled
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.planners import plan as make_plan
@@ -33,8 +33,6 @@ _log = logging.getLogger("belady")
 # Iterations measured under a new plan, after one that only settles the allocator.
 VERIFIED = 2
 _REPLANS = 3
-# Policies that fill what room there is; the others do as their papers say.
-_FILLING = frozenset({"auto", "hybrid", "lifetime"})
 _NEAR = 0.5
 
 
@@ -106,9 +104,9 @@ class Verification:
         """
         name = self._policy.name
         make = self._planner(name, trace, numerics)
-        if name not in _FILLING:
+        if name not in FILLING:
             return Trial(make(self._hardware), self._hardware, name)
-        hardware = with_settled(trace, self._hardware)
+        hardware = with_settled(trace, self._hardware, name)
         try:
             return Trial(*suited(trace, hardware, make), name)
         except InfeasibleBudgetError as error:
@@ -131,7 +129,8 @@ class Verification:
         """
         budget = self._policy.budget.device_bytes
         peak = hardware.allocator.peak_within(error.smallest_bytes)
-        half = hardware.allocator.fraction_of(peak, budget) / 2
+        stated = hardware.allocator.margin_fraction
+        half = min(stated, hardware.allocator.fraction_of(peak, budget) / 2)
         convolves = any("convolution" in op.name for op in trace.ops)
         for name in ("lifetime", "floor") if convolves else ("hybrid", "lifetime", "floor"):
             fraction = 0.0 if name == "floor" else max(half, 0.0)

@@ -34,7 +34,7 @@ _STEEP = 4
 _NOTHING, _NEAR = 0.002, 1.01
 # Exchanges: how much worse a mix may be at first, how many neighbours are turned at once, how often
 # a limit is changed instead, and what a mix that is known counts as among the tries.
-_HEAT, _TURNED, _LIMITS, _KNOWN = 0.01, (1, 1, 1, 2, 4, 8, 16), 0.2, 0.02
+_HEAT, _WORSE, _TURNED, _LIMITS, _KNOWN = 0.01, 3.0, (1, 1, 1, 2, 4, 8, 16), 0.2, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class _Search:
             other = _neighbour(rng, at, order)
             if other in self._prices:
                 self._left -= _KNOWN
-            price = self._try(other, (self._times, unstalled), now * (1 + 3 * heat))
-            if price < now * (1 + heat * rng.expovariate(1.0)):
+            price = self._try(other, (self._times, unstalled), now * (1 + _WORSE * heat))
+            if price < now * (1 + heat * min(_WORSE, rng.expovariate(1.0))):
                 at, now = other, price
 
     def _cheapest(self, wishes: Iterable[Wish]) -> Wish:
@@ -149,10 +149,11 @@ class _Search:
         seconds = iteration_seconds(case.trace, case.hardware, plan)
         price = self._priced(plan, seconds) if seconds < most else seconds
         self._prices[wish] = min(self._prices[wish], price)
-        if (
-            price >= self._price
-            or not (verdict := check(case.trace, case.hardware, plan, case.budget)).ok
-        ):
+        if price >= self._price:
+            return None
+        verdict = check(case.trace, case.hardware, plan, case.budget)
+        if not verdict.ok:
+            self._prices[wish] = inf
             return None
         timeline = simulate(case.trace, case.hardware, plan)
         peak, seconds = verdict.peak_bytes, timeline.seconds

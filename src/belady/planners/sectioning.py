@@ -30,8 +30,8 @@ _SLICES = (2, 4, 8, 16, 32, 64)
 _ROUNDS = 16
 # What an op costs on each slice beside its bytes, as bytes: a start, and a last wave not full.
 _A_SLICE = 8 << 20
-# By how much fewer slices of a part of a stretch are than those of the whole, and how often it is
-# asked whether less work fits.
+# By how much fewer slices of a part of a stretch are than those of the whole, and how many that do
+# not fit are tried before it is left at that.
 _FEWER, _EASIER = (1, 2, 4, 8, 16), 40
 # Work in slices, of that without, which is worth no search for less.
 _LITTLE = 1.03
@@ -143,22 +143,31 @@ class _Search:
 
         Where they add little, more slices leave more room: they stay.
         """
-        left = _EASIER
         while (now := self.work(sections)) > _LITTLE * self.work(()):
-            easier = sorted(
-                ((self.work(it), it) for it in dict.fromkeys(self._easier(sections))),
-                key=itemgetter(0),
-            )
-            for work, other in easier:
-                if work >= now or not left:
-                    return sections
-                left -= 1
-                if self.excess(other)[0] <= 0 and all(map(self._is_allowed, other)):
-                    sections = other
-                    break
-            else:
+            easier = ((self.work(it), it) for it in dict.fromkeys(self._easier(sections)))
+            less = sorted((it for it in easier if it[0] < now), key=itemgetter(0))
+            found = self._first_that_fits([it for _, it in less])
+            if found is None:
                 break
+            sections = found
         return sections
+
+    def _first_that_fits(
+        self, candidates: Sequence[tuple[Section, ...]]
+    ) -> tuple[Section, ...] | None:
+        failed: list[dict[str, int]] = []
+        for sections in candidates:
+            slices = {name: it.slices for it in sections for name in it.modules}
+            # Nowhere in more slices than what did not fit.
+            if any(all(k <= it.get(name, 1) for name, k in slices.items()) for it in failed):
+                continue
+            if self.excess(sections)[0] > 0:
+                failed.append(slices)
+            elif all(map(self._is_allowed, sections)):
+                return sections
+            if len(failed) == _EASIER:
+                break
+        return None
 
     def _easier(self, sections: tuple[Section, ...]) -> Iterator[tuple[Section, ...]]:
         """Sections with one of them in fewer slices, or in two parts of which one is."""

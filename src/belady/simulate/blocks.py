@@ -74,7 +74,8 @@ def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
         return InBlocks(among, False)
     apart = reserved_bytes(trace, plan, allocator, gradients_apart=True)
     budget = plan.budget.device_bytes
-    costs = among < apart - _APART_COSTS * budget or among <= budget / _AGREES < apart
+    saves = _needed(among, allocator) <= budget < _needed(apart, allocator)
+    costs = saves or among < apart - _APART_COSTS * budget
     return InBlocks(among, False) if costs else InBlocks(apart, True)
 
 
@@ -86,7 +87,13 @@ def excess(trace: Trace, plan: Plan, allocator: Allocator) -> float:
     """
     if allocator.margin_fraction <= 0:
         return 0.0
-    return _AGREES * in_blocks(trace, plan, allocator).nbytes / plan.budget.device_bytes - 1
+    nbytes = in_blocks(trace, plan, allocator).nbytes
+    return _needed(nbytes, allocator) / plan.budget.device_bytes - 1
+
+
+def _needed(nbytes: int, allocator: Allocator) -> float:
+    """What is simulated, and what is not: small blocks, but none of what is there all the time."""
+    return nbytes + (_AGREES - 1) * max(0, nbytes - allocator.settled_bytes)
 
 
 class _Step(NamedTuple):

@@ -1,71 +1,90 @@
-"""Movements at the seams of fused kernels, on parts of a graph that are names alone."""
+"""Movements at the seams of fused kernels, and norms as they are in these."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from belady.graph.orders import Act, Acts, Orders
+from belady.graph.orders import Act
 from belady.graph.replays import from_statistics
 from belady.graph.seams import at_seams, read_in_run
+from belady.ir.legality import check
+from belady.ir.plan import Assignment, Budget, Offload, Plan
+from belady.ir.trace import Tier, Trace
+from tests.unit.simulate.cases import gpu, plan_of, trace_of
 
-LAYOUT: Any = SimpleNamespace(is_op=lambda step: "view" not in step.node.target)
-# Seams: before op 0, around the convolution (op 2) and at the end.
-NAMES = ("tanh", "view", "relu", "convolution", "native_batch_norm", "relu", "exp")
-
-
-def step(name: str, *inputs: str) -> Any:
-    node = SimpleNamespace(target=f"aten.{name}.default")
-    return SimpleNamespace(node=node, inputs=list(inputs))
-
-
-STEPS = [step(name) for name in NAMES]
-JOINT: Any = SimpleNamespace(forward=STEPS, backward=STEPS)
+# Seams: before op 0, around the convolutions (ops 2 and 6) and at the end.
+NAMES = ("tanh", "exp", "convolution", "relu", "tanh", "exp", "convolution", "relu", "exp", "tanh")
+MOVE = Offload(Tier.HOST, 0, 4, 8, 9)
 
 
-def moved(acts: Acts) -> Acts:
-    orders = at_seams(Orders(forward=acts, backward=acts), JOINT, LAYOUT)
-    assert orders.forward == orders.backward
-    return dict(orders.forward)
+def traced(values: list[tuple[int, int, int]], names: tuple[str, ...] = NAMES) -> Trace:
+    trace = trace_of([1.0] * len(names), values)
+    ops = (
+        replace(op, name=f"aten.{name}.default") for op, name in zip(trace.ops, names, strict=True)
+    )
+    return replace(trace, ops=tuple(ops))
+
+
+def moves(plan: Plan) -> list[tuple[int, int]]:
+    found = [it.decision for it in plan.assignments]
+    return [(it.free_at, it.copy_in_at) for it in found if isinstance(it, Offload)]
+
+
+def seamed(trace: Trace, *decisions: Offload, budget: int = 1 << 40) -> Plan:
+    plan = plan_of(trace, *decisions, budget=budget)
+    assert check(trace, gpu(), plan, plan.budget).ok
+    made = at_seams(trace, gpu(), plan)
+    assert check(trace, gpu(), made, made.budget).ok
+    return made
 
 
 @pytest.mark.parametrize(
-    ("act", "at", "seam"),
-    [
-        (Act.SEND, 1, 2),
-        (Act.FREE, 4, 6),
-        (Act.BRING, 1, 0),
-        (Act.BRING, 5, 3),
-        (Act.SEND, 2, 2),
-        (Act.BRING, 3, 3),
-        (Act.FREE, 6, 6),
-        (Act.ENCODE, 4, 4),
-    ],
+    ("free", "back", "expected"),
+    [(4, 8, (6, 7)), (1, 9, (2, 7)), (2, 7, (2, 7)), (3, 6, (3, 6)), (4, 5, (4, 5))],
 )
-def test_what_goes_is_later_and_what_comes_earlier(act: Act, at: int, seam: int) -> None:
-    assert moved({at: [(act, 7)]}) == {seam: [(act, 7)]}
+def test_bytes_go_later_and_come_back_earlier(
+    free: int, back: int, expected: tuple[int, int]
+) -> None:
+    made = seamed(traced([(100, 0, 9)]), replace(MOVE, free_at=free, copy_in_at=back))
+    assert moves(made) == [expected]
 
 
-def test_what_goes_makes_room_for_what_comes_back_there() -> None:
-    acts = {2: [(Act.BRING, 1)], 1: [(Act.SEND, 2), (Act.FREE, 2)]}
-    assert moved(acts) == {2: [(Act.SEND, 2), (Act.FREE, 2), (Act.BRING, 1)]}
+def test_random_ops_and_writes_are_seams() -> None:
+    trace = traced([(100, 0, 9)])
+    ops = list(trace.ops)
+    ops[4] = replace(ops[4], random=True)
+    assert moves(seamed(replace(trace, ops=tuple(ops)), MOVE)) == [(4, 7)]
 
 
-def test_a_value_never_comes_back_before_it_went() -> None:
-    acts = {4: [(Act.FREE, 1)], 5: [(Act.BRING, 1)]}
-    assert moved(acts) == acts
+def test_movements_stay_where_the_budget_has_no_room_for_them_at_a_seam() -> None:
+    # The second value lives beside ops 4 and 5 alone, from where the first one has gone.
+    trace = traced([(100, 0, 9), (50, 4, 5), (10, 1, 9)])
+    moved = {0: MOVE, 2: Offload(Tier.HOST, 1, 5, 8, 9)}
+    assignments = tuple(Assignment(value, move) for value, move in moved.items())
+    plan = Plan(trace.fingerprint, "by hand", Budget(119), assignments)
+    assert check(trace, gpu(), plan, plan.budget).ok
+    made = at_seams(trace, gpu(), plan)
+    assert check(trace, gpu(), made, made.budget).ok
+    assert moves(made) == [(4, 7), (6, 7)]
 
 
 def test_a_run_begins_with_what_came_back_for_any_of_its_ops() -> None:
+    def step(name: str, read: str) -> Any:
+        node = SimpleNamespace(target=f"aten.{name}.default", args=(), kwargs={})
+        return SimpleNamespace(node=node, inputs=[read])
+
     names = (("relu", "a"), ("exp", "kept"), ("tanh", "b"), ("relu", "c"), ("mm", "d"))
     steps = [step(name, read) for name, read in names]
+    layout: Any = SimpleNamespace(is_op=lambda _: True, writes_to=lambda _: [])
     nodes = cast(Any, ["a", "b", "c", "d"])
     # Between the second and the third op something is due, so a run ends there.
     acts = {2: [(Act.FREE, 9)]}
-    assert read_in_run(steps, LAYOUT, acts, nodes) == [["a"], [], ["b", "c"], [], ["d"]]
+    assert read_in_run(steps, layout, acts, nodes) == [["a"], [], ["b", "c"], [], ["d"]]
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 3, 3)])
