@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -59,29 +60,32 @@ class Hybrid:
         """See `belady.planners.base.Planner`; every plan of this policy is exact."""
         case = Case(trace, hardware, budget, exact)
         mixer = Mixer(case, f"{self.name}/{self.version}")
-        best = finish(case, mixer.draft(_leanest(mixer)))
-        try:
+        plans = [finish(case, mixer.draft(_leanest(mixer)))]
+        with suppress(InfeasibleBudgetError):
             copies = LIFETIME(trace, hardware, budget, exact=exact)
-        except InfeasibleBudgetError:
-            pass
-        else:
-            if copies.predicted_seconds < best.predicted_seconds:
-                best = replace(copies, planner=best.planner)
-        return _Search(case, mixer, best).run() if mixer.cost else best
+            plans.append(replace(copies, planner=plans[0].planner))
+        search = _Search(case, mixer, plans)
+        return search.run() if mixer.cost else search.best
 
 
 class _Search:
     """Tries mixes by simulation: how many replays, then which.
 
     What a mix counts as is its price: seconds, and more where its blocks do not fit.
+
+    Attributes
+    ----------
+    best
+        The plan of the lowest price so far.
     """
 
-    def __init__(self, case: Case, mixer: Mixer, best: Plan) -> None:
+    def __init__(self, case: Case, mixer: Mixer, plans: Sequence[Plan]) -> None:
         self._case = case
         self._mixer = mixer
-        self._best = best
-        self._price = self._priced(best, best.predicted_seconds)
-        self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, best))
+        prices = [self._priced(plan, plan.predicted_seconds) for plan in plans]
+        self._price = min(prices)
+        self.best = plans[prices.index(self._price)]
+        self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, self.best))
         self._left: float = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
         self._prices: dict[Wish, float] = {}
 
@@ -103,7 +107,7 @@ class _Search:
             step //= 2
         at = self._cheapest(replace(at, stretch=stretch) for stretch in _STRETCHES)
         self._exchange(self._cheapest(replace(at, reach=reach) for reach in _REACHES))
-        return self._best
+        return self.best
 
     def _exchange(self, at: Wish) -> None:
         """Turn copies of neighbours in time into replays and back, at first also for the worse.
@@ -111,7 +115,7 @@ class _Search:
         Simulated annealing (Kirkpatrick et al., Science 220, 1983): a mix whose blocks fit into one
         another may lie behind some that do not.
         """
-        values, kernels = self._case.trace.values, sum(kernel_seconds(self._case.trace, self._best))
+        values, kernels = self._case.trace.values, sum(kernel_seconds(self._case.trace, self.best))
         order = sorted(self._mixer.cost, key=lambda v: (values[v].first_save, v))
         rng, tries = random.Random(0), max(1.0, self._left)
         now, unstalled = self._prices[at], boundary_times(self._case.trace, None)
@@ -157,7 +161,7 @@ class _Search:
             return None
         timeline = simulate(case.trace, case.hardware, plan)
         peak, seconds = verdict.peak_bytes, timeline.seconds
-        self._best = replace(plan, predicted_peak_bytes=peak, predicted_seconds=seconds)
+        self.best = replace(plan, predicted_peak_bytes=peak, predicted_seconds=seconds)
         self._price = price
         self._times = boundary_times(case.trace, timeline)
         return self._times if timeline.stall_seconds > _NOTHING * seconds else None
