@@ -29,7 +29,7 @@ def benchmarks(*arguments: object) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
