@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,13 +134,23 @@ def test_what_inductor_cannot_compile_runs_op_by_op(monkeypatch: pytest.MonkeyPa
     def fails(*_: Any) -> None:
         raise RuntimeError("no compiler on this machine\nand more")
 
+    seamed: list[Plan] = []
+
+    def at_seams(*given: Any) -> Plan:
+        # Every plan goes through it before it is judged or carried out.
+        seamed.append(replace(given[-1], planner="at seams"))
+        return seamed[-1]
+
     monkeypatch.setattr(inductor, "compiled", fails)
+    monkeypatch.setattr("belady.graph.planning.at_seams", at_seams)
     training = Training(CNN)
     with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
         training.run(plain, range(4))
         assert isinstance(vm._tracker.conductor, Session)
     run = vm.run()
     assert run is not None
+    assert seamed
+    assert run.plan.planner == "at seams"
     (note,) = run.notes
     assert note.endswith("no compiler on this machine")
 

@@ -160,7 +160,7 @@ class _Writer:
 
     def backward(self) -> Callable[..., Any]:
         part = _Part(self, self._orders.backward, self._recoverable())
-        moved = [node for nodes in self._held.values() for node in nodes]
+        moved = {node for nodes in self._held.values() for node in nodes}
         first = self._fuse and read_in_run(self.joint.backward, self._layout, part.acts, moved)
         names = [*(part.names[node] for node in self._kept), *self._handles()]
         part.defined.update(self._kept)

@@ -8,7 +8,7 @@ than planned, and come back a few ops earlier, as far as the budget has room for
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -22,6 +22,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.trace import Op, Trace
+from belady.simulate import simulate
 
 
 def at_seams(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Plan:
@@ -29,29 +30,38 @@ def at_seams(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Plan:
 
     Where not all can be there at once, one after another is tried.
     """
-
-    def legal(assignments: Sequence[Assignment]) -> Plan | None:
-        other = replace(plan, assignments=tuple(assignments))
-        return other if check(trace, hardware, other, plan.budget).ok else None
-
     seams = _seams([fuses(op) for op in trace.ops])
     moved = [_moved(it, seams) for it in plan.assignments]
-    found = legal(moved)
+    found = _legal(trace, hardware, plan, moved)
     if found is not None:
         return found
     for place, back in product(range(len(moved)), (True, False)):
         assignment = _moved(plan.assignments[place], seams, free=not back, back=back)
         if assignment != plan.assignments[place]:
             one = [*plan.assignments[:place], assignment, *plan.assignments[place + 1 :]]
-            plan = legal(one) or plan
+            plan = _legal(trace, hardware, plan, one) or plan
     return plan
+
+
+def _legal(
+    trace: Trace, hardware: HardwareProfile, plan: Plan, assignments: Sequence[Assignment]
+) -> Plan | None:
+    """The plan with these assignments, and what is then predicted; None if it is not legal."""
+    if tuple(assignments) == plan.assignments:
+        return plan
+    other = replace(plan, assignments=tuple(assignments))
+    verdict = check(trace, hardware, other, plan.budget)
+    if not verdict.ok:
+        return None
+    seconds = simulate(trace, hardware, other).seconds
+    return replace(other, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=seconds)
 
 
 def read_in_run(
     steps: Sequence[Step],
     layout: Layout,
     acts: Mapping[int, list[tuple[Act, int]]],
-    moved: Sequence[fx.Node],
+    moved: Collection[fx.Node],
 ) -> list[list[fx.Node]]:
     """Of what was ``moved``, what each run that may be fused reads: at its first op, of each op."""
     ops = [step for step in steps if layout.is_op(step)]

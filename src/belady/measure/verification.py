@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -78,16 +78,27 @@ def verified(trial: Trial, trace: Trace, measured: Measured, samples: Sequence[S
 class Verification:
     """Asks a policy for plans, and again where they did not go as predicted.
 
+    Parameters
+    ----------
+    fitted
+        What an engine makes of a plan before it carries it out.
+
     Attributes
     ----------
     notes
         What a user should know of corrections, one sentence each.
     """
 
-    def __init__(self, policy: Policy, hardware: HardwareProfile) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        hardware: HardwareProfile,
+        fitted: Callable[[Trace, HardwareProfile, Plan], Plan] = lambda *given: given[-1],
+    ) -> None:
         self.notes: list[str] = []
         self._policy = policy
         self._hardware = hardware
+        self._fitted = fitted
 
     def first(self, trace: Trace, *numerics: str) -> Trial:
         """The plan to begin with.
@@ -203,6 +214,7 @@ class Verification:
         _log.info("planning %d ops, %d saved values, by %s within %s", *size, name, room)
         begun = perf_counter()
         plan = make_plan(name, trace, hardware, budget, exact=self._policy.exact)
+        plan = self._fitted(trace, hardware, plan)
         plan = replace(plan, numerics=(*plan.numerics, *numerics))
         _log.info(
             "planned by %s in %s: %s an iteration are predicted",

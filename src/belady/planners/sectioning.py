@@ -181,8 +181,14 @@ class _Search:
                     yield tuple(sorted((*rest, *some), key=lambda it: it.modules))
 
     def work(self, sections: tuple[Section, ...]) -> int:
-        """See `_work`."""
-        return _work(self._touched, sections)
+        """Bytes that ops touch, and what so many slices cost beside them."""
+        total = 0
+        for op in self._touched:
+            within = (it.slices for it in sections if _inside(op.path, it.modules))
+            slices = next(within, 1)
+            # A norm over the batch reads again what it has summed up.
+            total += op.nbytes * (2 if op.norm and slices > 1 else 1) + slices * _A_SLICE
+        return total
 
     def excess(self, sections: tuple[Section, ...]) -> tuple[int, str]:
         """Bytes of the floor beyond the budget, and the module path of the op that needs most."""
@@ -269,17 +275,6 @@ def _touched_bytes(trace: Trace) -> list[_Touched]:
             nbytes = sum(trace.storages[it].nbytes for it in read | made)
             found.append(_Touched(op.module, nbytes, "batch_norm" in op.name))
     return found
-
-
-def _work(touched: Sequence[_Touched], sections: tuple[Section, ...]) -> int:
-    """Bytes that ops touch, and what so many slices cost beside them."""
-    total = 0
-    for op in touched:
-        within = (it.slices for it in sections if _inside(op.path, it.modules))
-        slices = next(within, 1)
-        # A norm over the batch reads again what it has summed up.
-        total += op.nbytes * (2 if op.norm and slices > 1 else 1) + slices * _A_SLICE
-    return total
 
 
 def _lower(sizes: Sequence[int], index: int) -> bool:

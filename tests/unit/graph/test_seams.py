@@ -15,6 +15,7 @@ from belady.graph.seams import at_seams, read_in_run
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.trace import Tier, Trace
+from belady.simulate import simulate
 from tests.unit.simulate.cases import gpu, plan_of, trace_of
 
 # Seams: before op 0, around the convolutions (ops 2 and 6) and at the end.
@@ -71,6 +72,10 @@ def test_movements_stay_where_the_budget_has_no_room_for_them_at_a_seam() -> Non
     made = at_seams(trace, gpu(), plan)
     assert check(trace, gpu(), made, made.budget).ok
     assert moves(made) == [(4, 7), (6, 7)]
+    # What is predicted is of what is carried out, and nothing is left to move.
+    assert made.predicted_peak_bytes == check(trace, gpu(), made, made.budget).peak_bytes
+    assert made.predicted_seconds == simulate(trace, gpu(), made).seconds
+    assert at_seams(trace, gpu(), made) == made
 
 
 def test_a_run_begins_with_what_came_back_for_any_of_its_ops() -> None:

@@ -72,6 +72,19 @@ def test_less_than_the_leanest_plan_needs_is_refused_with_what_is_needed() -> No
     assert refused.value.smallest_bytes == HARDWARE.allocator.budget_for(PEAK)
 
 
+def test_what_an_engine_makes_of_a_plan_is_what_is_judged() -> None:
+    trace = trace_of([1.0] * 16, [(MIB, at, 15 - at) for at in range(6)])
+    fits = plan("lifetime", trace, QUICK, Budget(int(3.6 * MIB)))
+
+    def fitted(_trace: object, _hardware: object, made: Plan) -> Plan:
+        return replace(made, assignments=fits.assignments, predicted_seconds=99.0)
+
+    policy = Policy("lifetime", Budget(int(3.6 * MIB)))
+    trial = Verification(policy, QUICK, fitted).first(trace)
+    assert trial.plan.assignments == fits.assignments
+    assert trial.plan.predicted_seconds == 99.0
+
+
 def test_other_policies_keep_to_the_stated_margin() -> None:
     with pytest.raises(InfeasibleBudgetError):
         first("floor", int(1.15 * PEAK))

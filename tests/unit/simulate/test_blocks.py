@@ -75,6 +75,21 @@ def test_gradients_are_apart_unless_that_costs_a_twentieth_of_the_budget(
     assert in_blocks(trace, replace(plan, assignments=()), EXACT) == (16 * MIB, False)
 
 
+@pytest.mark.parametrize(("budget", "apart"), [(101, False), (102, False), (103, True)])
+def test_gradients_stay_where_they_are_if_all_fits_so_alone(
+    budget: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reserved(*_: object, gradients_apart: bool) -> int:
+        # Beside 2 % for small blocks: 98.9 and 102 MiB.
+        return (100 if gradients_apart else 97) * MIB
+
+    monkeypatch.setattr(blocks, "reserved_bytes", reserved)
+    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 7)])
+    away = Assignment(0, Offload(Tier.HOST, 0, 1, 6, 7))
+    plan = Plan(trace.fingerprint, "made", Budget(budget * MIB - 1), (away,))
+    assert in_blocks(trace, plan, EXACT).gradients_apart is apart
+
+
 def test_what_is_over_a_budget_is_said_with_room_for_small_blocks() -> None:
     trace = trace_of([1.0] * 6, [(8 * MIB, at, at + 1) for at in range(5)])
     stated = replace(EXACT, margin_fraction=0.1)
@@ -85,6 +100,9 @@ def test_what_is_over_a_budget_is_said_with_room_for_small_blocks() -> None:
 
     assert over(16 * 1.03) < 0 < over(16 * 1.01)
     assert over(8) == pytest.approx(1.04)
+    # Small blocks are none of those that are there all the time.
+    settled = replace(stated, settled_bytes=16 * MIB)
+    assert over(16, settled) == pytest.approx(0)
     # Without a margin nothing is lost between blocks.
     assert over(8, EXACT) == 0
 
