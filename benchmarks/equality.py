@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import belady
 from benchmarks.cases import OWN, Case, Record
-from benchmarks.measure import digest, versions
+from benchmarks.measure import DIGEST_OF, digest, versions
 from benchmarks.methods import opened, tidy, too_little
 from benchmarks.workloads import Workload
 
@@ -25,6 +25,7 @@ def equality(case: Case, make: Make, references: dict[str, Record], cap: int | N
     """
     key, found = case.reference, versions(case.device)
     here = {name: found[name] for name in ("torch", "device_name")}
+    here["digest_of"] = DIGEST_OF
     # Another machine or version may compute other bits.
     if here.items() - references.get(key, {}).items():
         first, second = (_digest(case, make, "plain", None) for _ in range(2))

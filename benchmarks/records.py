@@ -62,9 +62,9 @@ def caps(records: Iterable[Record]) -> dict[str, int | None]:
 
 def references(records: Iterable[Record]) -> dict[str, Record]:
     """What plain gave and on what, by the name that `Case.reference` gives it."""
-    names = ("plain_digest", "plain_repeats", "torch", "device_name")
+    names = ("plain_digest", "plain_repeats", "torch", "device_name", "digest_of")
     return {
-        from_json(record).reference: {name: record[name] for name in names}
+        from_json(record).reference: {name: record.get(name) for name in names}
         for record in records
         if "plain_digest" in record
     }

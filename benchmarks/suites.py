@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from benchmarks.cases import OURS, Case
+from benchmarks.cases import BOUND, OURS, Case
 from benchmarks.founders.claims import AVERAGE_BATCH, AVERAGE_LESS
 
 NETS = ("alexnet", "googlenet", "resnet50", "vgg19")
@@ -27,6 +28,26 @@ PEER_NAMES = (
     "inductor-0.5",
     "inductor-0.25",
     "inductor-0",
+)
+FRONTIER = "frontier"
+# What a user without a library would pick, and the one that language models' trainers offer.
+_ANYWHERE = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
+# Workload, precision, and the batch where it is not the workload's own.
+_FRONTIERS = (
+    ("alexnet", "tf32", None),
+    ("overfeat", "tf32", None),
+    ("vgg16", "fp32", 256),
+    ("vgg19", "tf32", None),
+    ("vgg116", "tf32", None),
+    ("resnet50", "bf16", None),
+    ("resnet152", "bf16", None),
+    ("resnet1517", "bf16", None),
+    ("googlenet", "bf16", None),
+    ("dag", "bf16", None),
+    ("lstm", "bf16", None),
+    ("vit", "bf16", 128),
+    ("gpt2", "bf16", 16),
+    ("llama", "bf16", None),
 )
 
 
@@ -152,6 +173,44 @@ def _oracle() -> Iterable[Case]:
             )
 
 
+def frontier_of(
+    net: str,
+    peers: Iterable[str],
+    policies: Iterable[str] = (OURS + "auto",),
+    ladder: Iterable[int] = (75, 50, 33),
+    equal_steps: int = 2,
+) -> Iterable[Case]:
+    """Memory against time of one workload.
+
+    Ours at a ladder of budgets, in percent of plain's peak of allocated bytes; the bound at the
+    same ladder; each peer at its smallest passing cap; ours at the cap of each peer; at last ours
+    at its own smallest passing cap, which takes longest. What is most telling comes first, as the
+    time may be up at any case. Ours and the bound share a process: one run without a cap serves
+    all budgets.
+    """
+    peers, policies = tuple(peers), tuple(policies)
+    yield Case(net, "plain", "none")
+    for method, percent in product((BOUND, *policies), ladder):
+        yield Case(net, method, f"{percent}%", shared=True)
+    for method in peers:
+        yield Case(net, method, "smallest", equal_steps=equal_steps)
+    for policy, method in product(policies, peers):
+        yield Case(net, policy, f"100%:{method}", shared=True)
+    for policy in policies:
+        yield Case(net, policy, "smallest", equal_steps=equal_steps)
+
+
+def _frontier() -> Iterable[Case]:
+    """Every workload with the peers that run anywhere, one shape and precision each."""
+    for net, precision, batch in _FRONTIERS:
+        peers = (*_ANYWHERE, "trl") if net in ("vit", "gpt2", "llama") else _ANYWHERE
+        setting: dict[str, Any] = {"precision": precision, "channels_last": net == "resnet50"}
+        if batch is not None:
+            setting["sizes"] = (("batch", batch),)
+        for case in frontier_of(net, peers):
+            yield replace(case, **setting)
+
+
 def _toy() -> Iterable[Case]:
     """Everything once, in a minute, on a CPU."""
     toy = {"device": "cpu", "toy": True, "precision": "fp32", "repeats": 2, "shared": True}
@@ -172,6 +231,7 @@ SUITES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "ocdnn": _ocdnn,
     "average": _average,
     "peers": _peers,
+    FRONTIER: _frontier,
     "oracle": _oracle,
     "toy": _toy,
 }
