@@ -10,7 +10,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check, require
 from belady.ir.plan import Assignment, Budget, Keep, Managed, Offload, Plan, Recompute
 from belady.ir.trace import Trace
-from belady.planners.moves import Case, movable, read_by
+from belady.planners.moves import Case, read_by
 from belady.planners.workspace import UNCHANGED, Algorithms
 from belady.simulate.engine import simulate
 
@@ -88,7 +88,7 @@ def assemble(case: Case, draft: Draft) -> Plan:
     """
     trace = case.trace
     order = sorted(trace.saved, key=lambda index: (read_by(trace.values[index]), index))
-    could = set(movable(case.trace)) if draft.reasons else set(case.trace.saved)
+    could = case.movable if draft.reasons else frozenset(trace.saved)
     return Plan(
         trace=case.trace.fingerprint,
         planner=draft.planner,
@@ -131,7 +131,7 @@ def finish(case: Case, draft: Draft) -> Plan:
     return made
 
 
-def _assignment(draft: Draft, index: int, could: set[int]) -> Assignment:
+def _assignment(draft: Draft, index: int, could: frozenset[int]) -> Assignment:
     moved = draft.moves.get(index) or draft.managed.get(index)
     decision = moved or draft.replays.get(index)
     if decision is not None:

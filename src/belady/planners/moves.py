@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ T = TypeVar("T")
 MIN_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
     """What a planner is asked.
 
@@ -34,6 +35,11 @@ class Case:
     hardware: HardwareProfile
     budget: Budget
     exact: bool = False
+
+    @cached_property
+    def movable(self) -> frozenset[int]:
+        """What `movable` finds, which a search asks for with every plan it tries."""
+        return frozenset(movable(self.trace))
 
 
 class Schedule(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -51,55 +50,92 @@ def run(tasks: Iterable[Task]) -> None:
 
     A task starts when it is the first of its lane and all tasks that it comes ``after`` have
     ended. As those were issued before it, some lane can always go on until all are done.
+
+    Only copies that share a path change how long others take. So lanes without copies go on as far
+    as they can, and events are those of copies alone: whatever is blocked then waits for a copy
+    that has not ended, and can start none before the next event.
     """
-    waiting: dict[Lane, deque[Task]] = {}
+    lanes: dict[Lane, _Queue] = {}
     for task in tasks:
-        waiting.setdefault(task.lane, deque()).append(task)
-    running: dict[Lane, Task] = {}
-    now = 0.0
+        lanes.setdefault(task.lane, _Queue([])).tasks.append(task)
+    copying = [it for it in lanes.values() if any(task.link is not None for task in it.tasks)]
+    others = [it for it in lanes.values() if it not in copying]
+    running: list[Task] = []
     while True:
-        started = _start(waiting, running, now)
-        if started:
-            _share_links(running, now)
-        if not running:
+        # A lane that goes on may let another one of them go on.
+        while any(it.advance() for it in others):
+            pass
+        heads = [(it, it.start()) for it in copying if not it.busy]
+        times = [task.end for task in running] + [at for _, at in heads if at is not None]
+        if not times:
             return
-        now = min([task.end for task in running.values()])
-        ended = [task for task in running.values() if task.end <= now]
-        for task in ended:
-            task.done = True
-            del running[task.lane]
-        if any(task.link is not None for task in ended):
-            _share_links(running, now)
+        now = min(times)
+        ended = [task for task in running if task.end <= now]
+        if ended:
+            running = [task for task in running if task.end > now]
+            for task in ended:
+                task.done = True
+                lanes[task.lane].end(task)
+        else:
+            running += [it.begin(now) for it, at in heads if at == now]
+        _share_links(running, now)
 
 
-def _start(waiting: dict[Lane, deque[Task]], running: dict[Lane, Task], now: float) -> bool:
-    """Start all that can start; say whether a copy is among them."""
-    copies = False
-    again = True
-    # A task without duration ends as it starts, and so may let tasks of other lanes start.
-    while again:
-        again = False
-        for lane, queue in waiting.items():
-            if lane in running:
-                continue
-            while queue and _ready(queue[0]):
-                task = queue.popleft()
-                task.start, task.end = now, now + task.seconds
-                if task.end > now:
-                    running[lane] = task
-                    copies = copies or task.link is not None
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """The tasks of a lane; ``at`` is the first that has not begun, ``free`` when it may at best."""
+
+    tasks: list[Task]
+    at: int = 0
+    free: float = 0.0
+    busy: bool = False
+
+    def start(self) -> float | None:
+        """When the next task starts; None if there is none, or if that is not known yet."""
+        if self.at == len(self.tasks):
+            return None
+        begun = self.free
+        for other in self.tasks[self.at].after:
+            if not other.done:
+                return None
+            begun = max(begun, other.end)
+        return begun
+
+    def begin(self, now: float) -> Task:
+        """Start the next task, which ends when `end` is told so."""
+        task = self.tasks[self.at]
+        self.at, self.busy = self.at + 1, True
+        task.start, task.end = now, now + task.seconds
+        return task
+
+    def end(self, task: Task) -> None:
+        """The lane is free from the end of its task on."""
+        self.free, self.busy = task.end, False
+
+    def advance(self) -> bool:
+        """Run all tasks whose start is known; nothing changes how long they take."""
+        tasks, at, free = self.tasks, self.at, self.free
+        for index in range(at, len(tasks)):
+            task = tasks[index]
+            begun = free
+            for other in task.after:
+                if not other.done:
                     break
-                task.done = again = True
-    return copies
+                if other.end > begun:
+                    begun = other.end
+            else:
+                task.start, task.end, task.done = begun, begun + task.seconds, True
+                at, free = index + 1, task.end
+                continue
+            break
+        advanced = at > self.at
+        self.at, self.free = at, free
+        return advanced
 
 
-def _ready(task: Task) -> bool:
-    return all(other.done for other in task.after)
-
-
-def _share_links(running: dict[Lane, Task], now: float) -> None:
+def _share_links(running: list[Task], now: float) -> None:
     """Let copies that share a path go on at the rate measured with both directions busy."""
-    links = [(task, task.link) for task in running.values() if task.link is not None]
+    links = [(task, task.link) for task in running if task.link is not None]
     for task, link in links:
         shared = any(other.path == link.path for mate, other in links if mate is not task)
         rate = duplex_share(link) if shared else 1.0
