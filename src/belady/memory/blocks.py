@@ -40,7 +40,8 @@ class Driver(Protocol):
     ) -> None:
         """Let a stream move the block to the device (``here``) or to the host.
 
-        ``discard``: nobody needs its bytes any more.
+        ``discard``: nobody needs its bytes any more, so that none need to be moved; whoever needs
+        device memory gets theirs.
         """
         ...
 

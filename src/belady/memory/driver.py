@@ -18,7 +18,7 @@ _ATTACH_GLOBAL = 1
 _CONCURRENT_MANAGED_ACCESS = 89
 _SET_PREFERRED_LOCATION = 3
 _HOST = -1  # as a device
-_ON_DEVICE, _ON_HOST = 1, 2  # as kinds of places
+_ON_DEVICE = 1  # as a kind of place
 
 
 class _Place(ctypes.Structure):
@@ -75,7 +75,10 @@ class CudaDriver:
     def prefetch(
         self, pointer: int, nbytes: int, *, here: bool, discard: bool, stream: int
     ) -> None:
-        """Let a stream move the block; its pages are written back where none can be discarded."""
+        """Let a stream move the block; its pages are written back where none can be discarded.
+
+        What is discarded on its way to the host stays until the driver needs the place.
+        """
         if discard and self._discards:
             code = self._discard(pointer, nbytes, stream, here=here)
             if code == 0:
@@ -100,18 +103,15 @@ class CudaDriver:
         return torch.as_tensor(lease, device=self._device)
 
     def _discard(self, pointer: int, nbytes: int, stream: int, *, here: bool) -> int:
-        place = _Place(_ON_DEVICE, self._number.value) if here else _Place(_ON_HOST, 0)
-        return self._call(
-            "cuMemDiscardAndPrefetchBatchAsync",
-            ctypes.byref(ctypes.c_uint64(pointer)),
-            ctypes.byref(ctypes.c_size_t(nbytes)),
-            ctypes.c_size_t(1),
-            ctypes.byref(place),
-            ctypes.byref(ctypes.c_size_t(0)),
-            ctypes.c_size_t(1),
-            ctypes.c_ulonglong(0),
-            ctypes.c_void_p(stream),
-        )
+        one = ctypes.c_size_t(1)
+        block = ctypes.byref(ctypes.c_uint64(pointer)), ctypes.byref(ctypes.c_size_t(nbytes)), one
+        flags, on = ctypes.c_ulonglong(0), ctypes.c_void_p(stream)
+        if not here:
+            # Sent to the host, pages without content would be filled with zeros there.
+            return self._call("cuMemDiscardBatchAsync", *block, flags, on)
+        place, all_of_them = _Place(_ON_DEVICE, self._number.value), ctypes.c_size_t(0)
+        places = ctypes.byref(place), ctypes.byref(all_of_them), one
+        return self._call("cuMemDiscardAndPrefetchBatchAsync", *block, *places, flags, on)
 
     def _call(self, name: str, *arguments: object) -> int:
         """Call in the device's context: a thread of autograd's may have none."""
