@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from belady.errors import SectionError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Section
-from belady.ir.trace import Trace
+from belady.ir.trace import StorageKind, Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
 from belady.planners.sectioning import over_budget, sections_for, with_workspaces
@@ -37,6 +37,8 @@ _WITH_TENSOR_CORES, _WITHOUT = (2.0, 0.0), (6.3, 8.3)
 _ROOM = (0.85, 1.0)
 # Slices in a trial at most: their samples are run as a whole too, where memory is scarce.
 _TRIED = 8
+# Part of the parameters' bytes that an optimizer may keep beside whole copies, or lack.
+_BESIDE = 0.02
 # How often modules are cut anew where the iteration that was observed needs more than its static
 # trace said, and for how much less each time than what would have done.
 _ANEW, _LESS = 2, 0.98
@@ -54,6 +56,9 @@ class Cutting:
         self._said: dict[nn.Module, list[str]] = {}
         self._anew = 0
         self._allowed = 1.0
+        # Copies of the parameters that sections allow for: tried in turn, and those in force.
+        self._copies: tuple[int, ...] = _COPIES
+        self._allow_for: dict[nn.Module, int] = {}
 
     @property
     def said(self) -> list[str]:
@@ -70,7 +75,9 @@ class Cutting:
         """
         beside = dict.fromkeys((_workspace_share(module, call, device), 0.0))
         return self._may_cut(module) and any(
-            self._cut(module, call, device, copies, share) for share in beside for copies in _COPIES
+            self._cut(module, call, device, copies, share)
+            for share in beside
+            for copies in self._copies
         )
 
     def make_room(self, module: nn.Module, call: Call, device: torch.device, trace: Trace) -> None:
@@ -100,6 +107,7 @@ class Cutting:
         if not sections:
             return False
         self._undo[module] = wrap(module, sections)
+        self._allow_for[module] = copies
         self._said[module] = [_sentence(section) for section in sections]
         return True
 
@@ -119,14 +127,40 @@ class Cutting:
         self._anew += 1
         budget = self._policy.budget.device_bytes
         self._allowed *= _LESS * budget / (budget + over)
-        self._undo.pop(module)()
-        del self._said[module]
+        self._take_back(module)
         return True
+
+    def too_fine(self, module: nn.Module, trace: Trace) -> bool:
+        """Undo the sections of ``module`` if they allow for more optimizer state than there is.
+
+        Then `cut` cuts coarser. An optimizer that has begun keeps what it will: until each
+        parameter has its copy, more may come.
+
+        Parameters
+        ----------
+        trace
+            As observed, with the optimizer's state that there is.
+        """
+        trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        state = sum(it.nbytes for it in trace.storages if it.kind is StorageKind.STATE)
+        copies = round(state / trained) if trained else 0
+        if not 0 < copies < self._allow_for.get(module, 0):
+            return False
+        if abs(state - copies * trained) > _BESIDE * trained:
+            return False
+        self._copies = (copies,)
+        self._take_back(module)
+        return True
+
+    def _take_back(self, module: nn.Module) -> None:
+        self._undo.pop(module)()
+        del self._said[module], self._allow_for[module]
 
     def close(self) -> None:
         """Let all modules run as they did."""
         while self._undo:
             self._undo.popitem()[1]()
+        self._allow_for.clear()
 
     def _chosen(
         self, module: nn.Module, call: Call, device: torch.device, copies: int, share: float

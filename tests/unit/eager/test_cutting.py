@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from belady.eager import cutting
 from belady.eager.cutting import Cutting
 from belady.ir.plan import Budget
+from belady.ir.trace import StorageKind, Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
 from belady.planners import smallest_budget
@@ -146,3 +148,33 @@ def test_what_fits_as_foretold_or_is_not_cut_stays_as_it_is() -> None:
     small = static_trace_with_batch(deep(), ((torch.rand(2, 3, 32, 32),), {}), CPU)
     assert not parts.too_coarse(model, small)
     assert model in parts
+
+
+def with_state(model: nn.Module, copies: float) -> Trace:
+    """An observed trace whose optimizer keeps so many copies of the parameters."""
+    trace = static_trace_with_batch(model, CALL, CPU, 1)
+    storages = (
+        replace(it, nbytes=int(copies * it.nbytes)) if it.kind is StorageKind.STATE else it
+        for it in trace.storages
+    )
+    return replace(trace, storages=tuple(storages))
+
+
+def heavy() -> nn.Sequential:
+    """With so many parameters that two more copies of them take more slices than one."""
+    return nn.Sequential(deep(), nn.Flatten(), nn.Linear(8 * 16 * 16, 64))
+
+
+def test_sections_that_allow_for_more_state_than_there_is_are_cut_coarser() -> None:
+    model = heavy()
+    parts = Cutting(Policy("auto", Budget(floor(model))), gpu())
+    assert parts.cut(model, CALL, CPU)
+    fine = counts(parts)
+    # Not before each parameter has its copy: none, or those of a part of them.
+    for copies in (0, 0.4, 1.5, 2):
+        assert not parts.too_fine(model, with_state(heavy(), copies))
+    assert parts.too_fine(model, with_state(heavy(), 1))
+    assert model not in parts
+    assert parts.cut(model, CALL, CPU)
+    assert sum(counts(parts)) < sum(fine)
+    assert not parts.too_fine(model, with_state(heavy(), 1))
