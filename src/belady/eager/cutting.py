@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._prims_common import suggest_memory_format
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves
 
+from belady.eager.asked import WITH_TENSOR_CORES, workspace_share
 from belady.errors import SectionError, TraceError
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Section
+from belady.ir.plan import Budget, Section
 from belady.ir.trace import StorageKind, Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
@@ -29,9 +27,6 @@ from belady.sections.wrap import wrap
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
 # Copies of the parameters that an optimizer may keep, most first: Adam's two, momentum, or none.
 _COPIES = (2, 1, 0)
-# Most workspace of cuDNN's algorithms with tensor cores and without, in NCHW and in channels_last,
-# in bytes of the largest operand (H200; `python -m benchmarks kernels --question convolution`).
-_WITH_TENSOR_CORES, _WITHOUT = (2.0, 0.0), (6.3, 8.3)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 _ROOM = (0.85, 1.0)
@@ -73,7 +68,7 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        beside = dict.fromkeys((_workspace_share(module, call, device), 0.0))
+        beside = dict.fromkeys((workspace_share(module, call, device), 0.0))
         return self._may_cut(module) and any(
             self._cut(module, call, device, copies, share)
             for share in beside
@@ -89,11 +84,11 @@ class Cutting:
             Static, of this call.
         """
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
-        share = min(_workspace_share(module, call, device), max(_WITH_TENSOR_CORES))
-        if not share or not self._may_cut(module):
+        share = min(workspace_share(module, call, device), WITH_TENSOR_CORES)
+        if not (share or self._anew) or not self._may_cut(module):
             return
         asking = with_workspaces(trace, share)
-        if over_budget(asking, self._hardware, self._policy.budget) > 0:
+        if over_budget(asking, self._hardware, self._within(self._allowed)) > 0:
             self._cut(module, call, device, _COPIES[-1], share)
 
     def _may_cut(self, module: nn.Module) -> bool:
@@ -112,18 +107,25 @@ class Cutting:
         return True
 
     def too_coarse(self, module: nn.Module, trace: Trace) -> bool:
-        """Undo the sections of ``module`` if they do not do; then `cut` cuts finer.
+        """Undo the sections of ``module`` if they do not do; then it is cut finer when admitted.
+
+        So is what was not cut, where workspaces are what does not fit.
 
         Parameters
         ----------
         trace
             As observed, with the workspaces and the optimizer's state that there are.
         """
-        if module not in self._undo or self._anew == _ANEW:
+        if self._anew == _ANEW:
             return False
         over = over_budget(trace, self._hardware, self._policy.budget)
         if over <= 0:
             return False
+        if module not in self._undo:
+            without = replace(trace, ops=tuple(replace(op, workspace_bytes=0) for op in trace.ops))
+            fits = over_budget(without, self._hardware, self._policy.budget) <= 0
+            if not (fits and self._may_cut(module)):
+                return False
         self._anew += 1
         budget = self._policy.budget.device_bytes
         self._allowed *= _LESS * budget / (budget + over)
@@ -153,8 +155,14 @@ class Cutting:
         return True
 
     def _take_back(self, module: nn.Module) -> None:
-        self._undo.pop(module)()
-        del self._said[module], self._allow_for[module]
+        if module in self._undo:
+            self._undo.pop(module)()
+            del self._said[module], self._allow_for[module]
+
+    def _within(self, room: float) -> Budget:
+        """That part of the budget."""
+        budget = self._policy.budget
+        return replace(budget, device_bytes=int(room * budget.device_bytes))
 
     def close(self) -> None:
         """Let all modules run as they did."""
@@ -179,33 +187,13 @@ class Cutting:
                 tried[section.modules] = _may(module, section, trace, inputs, device)
             return tried[section.modules]
 
-        asking, budget = with_workspaces(trace, share), self._policy.budget
+        asking = with_workspaces(trace, share)
         for room in dict.fromkeys((*(room * self._allowed for room in _ROOM), _ROOM[-1])):
-            within = replace(budget, device_bytes=int(room * budget.device_bytes))
+            within = self._within(room)
             found = sections_for(asking, self._hardware, within, chains(module), may)
             if found:
                 return found
         return None
-
-
-def _workspace_share(module: nn.Module, call: Call, device: torch.device) -> float:
-    """What a convolution may ask for, of its largest operand; nothing on a CPU."""
-    if device.type != "cuda":
-        return 0.0
-    parameters = list(module.parameters())
-    halves = any(it.dtype in (torch.float16, torch.bfloat16) for it in parameters)
-    reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda") or halves
-    # One operand is enough for cuDNN to take both so.
-    given = [it for it in tree_leaves(call) if isinstance(it, torch.Tensor)]
-    weights = [it.weight for it in module.modules() if isinstance(it, _ConvNd)]
-    last = any(map(_is_channels_last, (*given, *weights)))
-    return (_WITH_TENSOR_CORES if reduced else _WITHOUT)[last]
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() not in (4, 5):
-        return False
-    return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:
