@@ -27,9 +27,10 @@ _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0)
 _REACHES = (0.0, 8.0, 32.0, 128.0, inf)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 8, 200, 150_000
-# How fast a mix whose blocks do not fit seems slower, the more they lack.
-_STEEP = 4
+_FEWEST, _MOST, _OPS = 8, 200, 200_000
+# How fast a mix whose blocks do not fit counts as slower, the more they lack: one to begin the next
+# from, which may lead to some that fit, and one to keep.
+_MILD, _STEEP = 1, 4
 # Share of the iteration below which stalls are not worth another try, and what all of it may lose
 # before single values are exchanged.
 _NOTHING, _NEAR = 0.002, 1.01
@@ -51,7 +52,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 4
+    version: int = 5
     recomputes: bool = True
 
     def __call__(
@@ -71,7 +72,9 @@ class Hybrid:
 class _Search:
     """Tries mixes by simulation: how many replays, then which.
 
-    What a mix counts as is its price: seconds, and more where its blocks do not fit.
+    What a mix counts as is its price: seconds, and more where its blocks do not fit. Where to go
+    from is asked of mild prices, what to keep of steep ones: where only steep ones counted, plans
+    that fit and are slow kept the search from all others (GPT-2: 551 ms instead of 291).
 
     Attributes
     ----------
@@ -82,7 +85,7 @@ class _Search:
     def __init__(self, case: Case, mixer: Mixer, plans: Sequence[Plan]) -> None:
         self._case = case
         self._mixer = mixer
-        prices = [self._priced(plan, plan.predicted_seconds) for plan in plans]
+        prices = [self._priced(plan, plan.predicted_seconds)[1] for plan in plans]
         self._price = min(prices)
         self.best = plans[prices.index(self._price)]
         self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, self.best))
@@ -150,9 +153,10 @@ class _Search:
         plan = self._mixer.make(wish, times)
         if plan is None:
             return None
-        seconds = iteration_seconds(case.trace, case.hardware, plan)
-        price = self._priced(plan, seconds) if seconds < most else seconds
-        self._prices[wish] = min(self._prices[wish], price)
+        mild = price = iteration_seconds(case.trace, case.hardware, plan)
+        if price < max(most, self._price):
+            mild, price = self._priced(plan, price)
+        self._prices[wish] = min(self._prices[wish], mild)
         if price >= self._price:
             return None
         verdict = check(case.trace, case.hardware, plan, case.budget)
@@ -166,10 +170,10 @@ class _Search:
         self._times = boundary_times(case.trace, timeline)
         return self._times if timeline.stall_seconds > _NOTHING * seconds else None
 
-    def _priced(self, plan: Plan, seconds: float) -> float:
-        """What a mix counts as: its seconds, or more where its blocks lack a part of the budget."""
-        over = excess(self._case.trace, plan, self._case.hardware.allocator)
-        return seconds * (1 + max(0.0, over)) ** _STEEP
+    def _priced(self, plan: Plan, seconds: float) -> tuple[float, float]:
+        """Mild and steep price: its seconds, or more where its blocks lack a part of the budget."""
+        over = max(0.0, excess(self._case.trace, plan, self._case.hardware.allocator))
+        return seconds * (1 + over) ** _MILD, seconds * (1 + over) ** _STEEP
 
 
 def _neighbour(rng: random.Random, at: Wish, order: Sequence[int]) -> Wish:

@@ -178,6 +178,18 @@ def test_a_smaller_margin_is_there_from_the_start_where_blocks_fit_into_one_anot
     assert round(trial.hardware.allocator.margin_fraction, 3) == margin
 
 
+@pytest.mark.parametrize(("share", "margin"), [(0.01, 0.05), (0.03, 0.2)])
+def test_what_needs_a_large_workspace_begins_with_the_stated_margin(
+    monkeypatch: pytest.MonkeyPatch, share: float, margin: float
+) -> None:
+    needing(monkeypatch, 1.0)
+    budget = int(3.6 * MIB)
+    first, *others = FINE.ops
+    asking = replace(FINE, ops=(replace(first, workspace_bytes=int(share * budget)), *others))
+    trial = Verification(Policy("lifetime", Budget(budget)), SLOW).first(asking)
+    assert round(trial.hardware.allocator.margin_fraction, 3) == margin
+
+
 @pytest.mark.parametrize(("most", "margin"), [(1.0, 0.1), (1.11, 0.15), (1.17, None)])
 def test_a_smaller_margin_is_tried_later_only_where_blocks_fit_into_one_another(
     monkeypatch: pytest.MonkeyPatch, most: float, margin: float | None
