@@ -9,7 +9,7 @@ from statistics import median
 from benchmarks.cases import BOUND, OWN, Record
 
 GROUPS = ("frontier", "peers", "targets")
-# With enough points for a figure.
+# A setting with records of these has enough points for a figure, of all its records.
 PLOTTED = ("frontier", "peers")
 # What is called the same: repeated runs of one case differ by about so much.
 _SAME = 0.01
@@ -47,13 +47,18 @@ class Row:
         return int(first.get("budget_bytes", reserved))
 
 
-def compared(
-    found: Iterable[Record], groups: Iterable[str] = GROUPS
-) -> Iterator[tuple[str, list[Record]]]:
+def plotted(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
+    """Those of `compared` that make a figure."""
+    for title, of in compared(found):
+        if any(record["group"] in PLOTTED for record in of):
+            yield title, of
+
+
+def compared(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Title and records of each workload in one setting that peers were measured on."""
     by_setting: dict[str, list[Record]] = {}
     for record in found:
-        if record.get("group") in groups:
+        if record.get("group") in GROUPS:
             by_setting.setdefault(_title(record), []).append(record)
     yield from by_setting.items()
 

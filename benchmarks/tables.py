@@ -89,7 +89,7 @@ def peers(found: list[Record]) -> str:
     """The section of docs/figures.md with plots."""
     parts = [
         f"**{title}**\n\n![Time of an iteration over memory]({PLOTS}/{_name(title)}.svg)\n"
-        for title, _ in comparison.compared(found, comparison.PLOTTED)
+        for title, _ in comparison.plotted(found)
     ]
     return "\n".join(parts) or "No records yet.\n"
 
@@ -99,7 +99,7 @@ def plots(found: list[Record]) -> dict[Path, list[Record]]:
     folder = ROOT / "docs" / PLOTS
     return {
         folder / f"{_name(title)}.svg": [record for record in of if record["outcome"] == "ok"]
-        for title, of in comparison.compared(found, comparison.PLOTTED)
+        for title, of in comparison.plotted(found)
     }
 
 
