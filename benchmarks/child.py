@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 import time
 import traceback
 from dataclasses import dataclass, field, replace
@@ -90,8 +91,9 @@ def _outcome(case: Case, known: Known) -> Record:
         tidy(None, error)
         if starved(error):
             return {"outcome": "out of memory", "error": str(error)[:300]}
-        # Where the checkout lies says nothing.
+        # Where the checkout and packages lie says nothing.
         text = traceback.format_exc().replace(f"{RESULTS.parents[1]}/", "")
+        text = text.replace(f"{sysconfig.get_path('purelib')}/", "")
         return {"outcome": "crash", "error": text[-_ERROR_END:]}
 
 

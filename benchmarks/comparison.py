@@ -79,8 +79,9 @@ def table(found: Iterable[Record]) -> str:
     rows = [Row(tuple(records)) for records in cases.values()]
     measured = sorted((row for row in rows if _ok(row)), key=lambda row: -row.cap_bytes)
     ours = [row for row in measured if row.ours]
-    lines = [_line(row, ours) for row in measured]
-    lines += [_failed(row.first) for row in rows if not _ok(row)]
+    failed = [row for row in rows if not _ok(row)]
+    lines = [_line(row, ours, failed) for row in measured]
+    lines += [_failed(row.first) for row in failed]
     return _HEAD + "".join(lines)
 
 
@@ -88,7 +89,7 @@ def _ok(row: Row) -> bool:
     return all(record["outcome"] == "ok" for record in row.records)
 
 
-def _line(row: Row, ours: list[Row]) -> str:
+def _line(row: Row, ours: list[Row], failed: list[Row]) -> str:
     first = row.first
     host = first.get("host_bytes", first.get("torch_pinned_bytes"))
     equal = {True: "yes", False: "no", None: ""}[first.get("equal")]
@@ -103,16 +104,24 @@ def _line(row: Row, ours: list[Row]) -> str:
         _gib(host),
         str(first.get("allocation_retries", "")),
         equal,
-        "" if row.ours else verdict(row, ours),
+        "" if row.ours else verdict(row, ours, failed),
     )
     return f"| {' | '.join(cells)} |\n"
 
 
-def verdict(peer: Row, ours: Iterable[Row]) -> str:
-    """Who is faster within the peer's cap, in plain words."""
+def verdict(peer: Row, ours: Iterable[Row], failed: Iterable[Row] = ()) -> str:
+    """Who is faster within the peer's cap, in plain words.
+
+    Parameters
+    ----------
+    failed
+        Cases that came to nothing: of ours at the very cap of the peer, it did not fit.
+    """
     within = [row for row in ours if row.cap_bytes <= peer.cap_bytes]
     if not within:
-        return "**does not fit**"
+        cap = f"100%:{peer.first['method']}"
+        tried = any(row.ours and row.first.get("budget") == cap for row in failed)
+        return "**does not fit**" if tried else "not measured"
     ratio = min(row.seconds for row in within) / peer.seconds
     if ratio < 1 - _SAME:
         return f"{1 - ratio:.0%} faster"

@@ -34,7 +34,7 @@ def record(method: str, cap: int, seconds: float, **more: Any) -> dict[str, Any]
         ((4, 0.08), "20% faster"),
         ((4, 0.13), "**30% slower**"),
         ((4, 0.1), "the same"),
-        ((6, 0.01), "**does not fit**"),
+        ((6, 0.01), "not measured"),
     ],
 )
 def test_the_table_says_who_is_faster_in_the_same_memory(
@@ -42,6 +42,15 @@ def test_the_table_says_who_is_faster_in_the_same_memory(
 ) -> None:
     found = [record("checkpoint", 5, 0.1), record("belady:auto", *ours)]
     assert words in table(found)
+
+
+def test_what_failed_within_the_cap_of_a_peer_does_not_fit() -> None:
+    peer = record("checkpoint", 5, 0.1)
+    failed = {"outcome": "infeasible", "error": "too small"}
+    other = record("belady:auto", 0, 0.0, budget="100%:trl", **failed)
+    assert "not measured" in table([peer, other])
+    at_its_cap = record("belady:auto", 0, 0.0, budget="100%:checkpoint", **failed)
+    assert "**does not fit**" in table([peer, at_its_cap])
 
 
 def test_an_absent_peer_is_in_the_table() -> None:

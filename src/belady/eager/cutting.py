@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from belady.eager.asked import WITH_TENSOR_CORES, workspace_share
+from belady.eager.inputs import Input, noting_inputs
 from belady.errors import SectionError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Section
 from belady.ir.trace import StorageKind, Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
-from belady.planners.sectioning import over_budget, sections_for, with_workspaces
+from belady.planners.sectioning import (
+    largest_share,
+    over_budget,
+    sections_for,
+    with_workspaces,
+)
+from belady.planners.workspace import leaner
 from belady.sections.allowed import reasons
 from belady.sections.stages import is_sequential
 from belady.sections.trial import trial
@@ -41,6 +48,13 @@ _ANEW, _LESS = 2, 0.98
 Call = tuple[Any, Any]
 
 
+class _Seen(NamedTuple):
+    """Most workspace of a convolution, of its largest operand, and copies of the parameters."""
+
+    share: float
+    copies: int
+
+
 class Cutting:
     """The sections in force."""
 
@@ -53,6 +67,8 @@ class Cutting:
         self._allowed = 1.0
         # Copies of the parameters that sections allow for: tried in turn, and those in force.
         self._copies: tuple[int, ...] = _COPIES
+        # What was observed of modules that were not cut: workspace, and whole copies kept.
+        self._seen = _Seen(0.0, 0)
         self._allow_for: dict[nn.Module, int] = {}
 
     @property
@@ -68,7 +84,8 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        beside = dict.fromkeys((workspace_share(module, call, device), 0.0))
+        share = max(workspace_share(module, call, device), self._seen.share)
+        beside = dict.fromkeys((share, 0.0))
         return self._may_cut(module) and any(
             self._cut(module, call, device, copies, share)
             for share in beside
@@ -85,11 +102,11 @@ class Cutting:
         """
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
         share = min(workspace_share(module, call, device), WITH_TENSOR_CORES)
-        if not (share or self._anew) or not self._may_cut(module):
+        share, copies = max(share, self._seen.share), self._seen.copies
+        if not share or not self._may_cut(module):
             return
-        asking = with_workspaces(trace, share)
-        if over_budget(asking, self._hardware, self._within(self._allowed)) > 0:
-            self._cut(module, call, device, _COPIES[-1], share)
+        if self._seen.share or self._over(with_workspaces(trace, share)) > 0:
+            self._cut(module, call, device, copies, share)
 
     def _may_cut(self, module: nn.Module) -> bool:
         policy = self._policy
@@ -109,28 +126,40 @@ class Cutting:
     def too_coarse(self, module: nn.Module, trace: Trace) -> bool:
         """Undo the sections of ``module`` if they do not do; then it is cut finer when admitted.
 
-        So is what was not cut, where workspaces are what does not fit.
+        So is what was not cut, where the least of workspaces are what does not fit.
 
         Parameters
         ----------
         trace
             As observed, with the workspaces and the optimizer's state that there are.
         """
-        if self._anew == _ANEW:
-            return False
-        over = over_budget(trace, self._hardware, self._policy.budget)
-        if over <= 0:
+        if self._anew == _ANEW or self._policy.exact:
             return False
         if module not in self._undo:
-            without = replace(trace, ops=tuple(replace(op, workspace_bytes=0) for op in trace.ops))
-            fits = over_budget(without, self._hardware, self._policy.budget) <= 0
-            if not (fits and self._may_cut(module)):
+            if not self._may_cut(module) or not self._is_over_by_workspaces(trace):
                 return False
+            trained, state = _kept(module, trace)
+            self._seen = _Seen(largest_share(trace), ceil(state / trained) if trained else 0)
+            self._anew += 1
+            return True
+        over = self._over(trace)
+        if over <= 0:
+            return False
         self._anew += 1
         budget = self._policy.budget.device_bytes
         self._allowed *= _LESS * budget / (budget + over)
         self._take_back(module)
         return True
+
+    def _over(self, trace: Trace) -> int:
+        return over_budget(trace, self._hardware, self._policy.budget)
+
+    def _is_over_by_workspaces(self, trace: Trace) -> bool:
+        """Whether no plan fits, and all would but for workspaces."""
+        if not any(op.workspace_bytes for op in trace.ops) or self._over(leaner(trace)[0]) <= 0:
+            return False
+        ops = (replace(op, workspace_bytes=0, algorithms=()) for op in trace.ops)
+        return self._over(replace(trace, ops=tuple(ops))) <= 0
 
     def too_fine(self, module: nn.Module, trace: Trace) -> bool:
         """Undo the sections of ``module`` if they allow for more optimizer state than there is.
@@ -143,8 +172,7 @@ class Cutting:
         trace
             As observed, with the optimizer's state that there is.
         """
-        trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        state = sum(it.nbytes for it in trace.storages if it.kind is StorageKind.STATE)
+        trained, state = _kept(module, trace)
         copies = round(state / trained) if trained else 0
         if not 0 < copies < self._allow_for.get(module, 0):
             return False
@@ -155,9 +183,8 @@ class Cutting:
         return True
 
     def _take_back(self, module: nn.Module) -> None:
-        if module in self._undo:
-            self._undo.pop(module)()
-            del self._said[module], self._allow_for[module]
+        self._undo.pop(module)()
+        del self._said[module], self._allow_for[module]
 
     def _within(self, room: float) -> Budget:
         """That part of the budget."""
@@ -173,9 +200,9 @@ class Cutting:
     def _chosen(
         self, module: nn.Module, call: Call, device: torch.device, copies: int, share: float
     ) -> tuple[Section, ...] | None:
-        inputs: dict[nn.Module, _Input] = {}
+        inputs: dict[nn.Module, Input] = {}
         try:
-            with _noting_inputs(module, inputs):
+            with noting_inputs(module, inputs):
                 trace = static_trace_with_batch(module, call, device, copies)
         except TraceError:
             return None
@@ -194,6 +221,12 @@ class Cutting:
             if found:
                 return found
         return None
+
+
+def _kept(module: nn.Module, trace: Trace) -> tuple[int, int]:
+    """Bytes that are trained, and bytes of an optimizer's state."""
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    return trained, sum(it.nbytes for it in trace.storages if it.kind is StorageKind.STATE)
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:
@@ -216,7 +249,7 @@ def _may(
     model: nn.Module,
     section: Section,
     trace: Trace,
-    inputs: dict[nn.Module, _Input],
+    inputs: dict[nn.Module, Input],
     device: torch.device,
 ) -> bool:
     taken = inputs.get(model.get_submodule(section.modules[0]))
@@ -232,40 +265,6 @@ def _may(
     except (SectionError, torch.OutOfMemoryError):
         return False
     return True
-
-
-class _Input(NamedTuple):
-    """What a tensor is like; the tensor would live on, which the trace would show."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def sample(self, count: int, device: torch.device) -> torch.Tensor:
-        """A few samples, of numbers that no generator is asked for."""
-        shape = (min(self.shape[0], count), *self.shape[1:])
-        ramp = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device=device)
-        numbers = ramp.mul_(0.7).sin_().view(shape).to(self.dtype)
-        return numbers.requires_grad_(self.requires_grad)
-
-
-@contextmanager
-def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[None]:
-    """Take down what each module is called with first, if that is one tensor."""
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if len(args) == 1 and not kwargs else None
-        if module not in into and isinstance(given, torch.Tensor) and given.dim():
-            into[module] = _Input(given.shape, given.dtype, given.requires_grad)
-
-    handles = [
-        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _sentence(section: Section) -> str:

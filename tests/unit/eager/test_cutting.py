@@ -10,6 +10,7 @@ from torch import nn
 from belady.eager import cutting
 from belady.eager.asked import workspace_share
 from belady.eager.cutting import Cutting
+from belady.ir.ops import Algorithm
 from belady.ir.plan import Budget
 from belady.ir.trace import StorageKind, Trace
 from belady.measure.batch import static_trace_with_batch
@@ -179,3 +180,18 @@ def test_sections_that_allow_for_more_state_than_there_is_are_cut_coarser() -> N
     assert parts.cut(model, CALL, CPU)
     assert sum(counts(parts)) < sum(fine)
     assert not parts.too_fine(model, with_state(heavy(), 1))
+
+
+def test_what_was_not_cut_is_cut_where_observed_workspaces_do_not_fit() -> None:
+    model, trace = deep(), static_trace_with_batch(deep(), CALL, CPU)
+    parts = Cutting(Policy("auto", Budget(int(1.1 * floor(model)))), gpu())
+    parts.make_room(model, CALL, CPU, trace)
+    assert model not in parts
+    assert not parts.too_coarse(model, trace)
+    observed = with_workspaces(trace, 1.5)
+    frugal = (Algorithm("frugal", 1.0, 0),)
+    lean = (replace(op, algorithms=frugal if op.workspace_bytes else ()) for op in observed.ops)
+    assert not parts.too_coarse(model, replace(observed, ops=tuple(lean)))
+    assert parts.too_coarse(model, observed)
+    parts.make_room(model, CALL, CPU, trace)
+    assert model in parts
