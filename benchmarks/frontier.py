@@ -1,6 +1,6 @@
 """Verb ``frontier``: memory against time, of ours, of every peer, and of what no plan can beat.
 
-One workload against every peer; ``run --suite frontier`` is every workload against a few.
+One workload against every peer; ``run --suite frontier`` is fourteen workloads against a few.
 """
 
 from __future__ import annotations

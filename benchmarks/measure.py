@@ -121,8 +121,9 @@ def digest(session: Session, steps: int) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).cpu().numpy()).digest()
+    # On the host first: copies of many tensors at once would count against a cap.
+    flat = tensor.cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).digest()
 
 
 @contextmanager

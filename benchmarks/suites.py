@@ -30,7 +30,7 @@ PEER_NAMES = (
     "inductor-0",
 )
 FRONTIER = "frontier"
-# What a user without a library would pick, and the one that language models' trainers offer.
+# What a user without a library would pick. Of transformers trainers offer TRL's offloading too.
 _ANYWHERE = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
 # Workload, precision, and the batch where it is not the workload's own.
 _FRONTIERS = (
@@ -201,7 +201,7 @@ def frontier_of(
 
 
 def _frontier() -> Iterable[Case]:
-    """Every workload with the peers that run anywhere, one shape and precision each."""
+    """Fourteen workloads with the peers that run anywhere, one shape and precision each."""
     for net, precision, batch in _FRONTIERS:
         peers = (*_ANYWHERE, "trl") if net in ("vit", "gpt2", "llama") else _ANYWHERE
         setting: dict[str, Any] = {"precision": precision, "channels_last": net == "resnet50"}

@@ -101,9 +101,9 @@ class Admission:
                 if not self._cutting.cut(module, call, self._device):
                     raise refusal from None
 
-    def cuts_anew(self, module: torch.nn.Module, trace: Trace) -> bool:
-        """Whether sections were undone now, as others do better for ``trace``, as observed."""
-        return self._cutting.too_coarse(module, trace) or self._cutting.too_fine(module, trace)
+    def too_coarse(self, module: torch.nn.Module, trace: Trace) -> bool:
+        """Whether sections that were undone now did not do for ``trace``, as observed."""
+        return self._cutting.too_coarse(module, trace)
 
     def close(self) -> None:
         """Let everything run as it did."""

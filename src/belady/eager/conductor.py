@@ -251,8 +251,8 @@ class Conductor:
         alike = kind.seen(alike=trace is not None and passes == kind.passes)
         if alike and trace is not None and watched is not None:
             root = passes[0][0]
-            if self._admission.cuts_anew(self._modules[root], trace):
-                # Admitted anew, in other slices, and observed in them; so is all that calls it.
+            if self._admission.too_coarse(self._modules[root], trace):
+                # Admitted anew, in finer slices, and observed in them; so is all that calls it.
                 for key in [k for k, it in self._kinds.items() if root in it.roots or k[0] == root]:
                     self._kinds.pop(key).forget()
                 return

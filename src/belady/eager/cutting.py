@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
 
-from belady.eager.asked import WITH_TENSOR_CORES, workspace_share
-from belady.eager.inputs import Input, noting_inputs
 from belady.errors import SectionError, TraceError
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Budget, Section
-from belady.ir.trace import StorageKind, Trace
+from belady.ir.plan import Section
+from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
-from belady.planners.sectioning import (
-    largest_share,
-    over_budget,
-    sections_for,
-    with_workspaces,
-)
-from belady.planners.workspace import leaner
+from belady.planners.sectioning import over_budget, sections_for, with_workspaces
 from belady.sections.allowed import reasons
 from belady.sections.stages import is_sequential
 from belady.sections.trial import trial
@@ -34,25 +29,19 @@ from belady.sections.wrap import wrap
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
 # Copies of the parameters that an optimizer may keep, most first: Adam's two, momentum, or none.
 _COPIES = (2, 1, 0)
+# Most workspace of cuDNN's algorithms with tensor cores and without, in NCHW and in channels_last,
+# in bytes of the largest operand (H200; `python -m benchmarks kernels --question convolution`).
+_WITH_TENSOR_CORES, _WITHOUT = (2.0, 0.0), (6.3, 8.3)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 _ROOM = (0.85, 1.0)
 # Slices in a trial at most: their samples are run as a whole too, where memory is scarce.
 _TRIED = 8
-# Part of the parameters' bytes that an optimizer may keep beside whole copies, or lack.
-_BESIDE = 0.02
 # How often modules are cut anew where the iteration that was observed needs more than its static
 # trace said, and for how much less each time than what would have done.
 _ANEW, _LESS = 2, 0.98
 
 Call = tuple[Any, Any]
-
-
-class _Seen(NamedTuple):
-    """Most workspace of a convolution, of its largest operand, and copies of the parameters."""
-
-    share: float
-    copies: int
 
 
 class Cutting:
@@ -65,11 +54,6 @@ class Cutting:
         self._said: dict[nn.Module, list[str]] = {}
         self._anew = 0
         self._allowed = 1.0
-        # Copies of the parameters that sections allow for: tried in turn, and those in force.
-        self._copies: tuple[int, ...] = _COPIES
-        # What was observed of modules that were not cut: workspace, and whole copies kept.
-        self._seen = _Seen(0.0, 0)
-        self._allow_for: dict[nn.Module, int] = {}
 
     @property
     def said(self) -> list[str]:
@@ -84,12 +68,9 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        share = max(workspace_share(module, call, device), self._seen.share)
-        beside = dict.fromkeys((share, 0.0))
+        beside = dict.fromkeys((_workspace_share(module, call, device), 0.0))
         return self._may_cut(module) and any(
-            self._cut(module, call, device, copies, share)
-            for share in beside
-            for copies in self._copies
+            self._cut(module, call, device, copies, share) for share in beside for copies in _COPIES
         )
 
     def make_room(self, module: nn.Module, call: Call, device: torch.device, trace: Trace) -> None:
@@ -101,12 +82,12 @@ class Cutting:
             Static, of this call.
         """
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
-        share = min(workspace_share(module, call, device), WITH_TENSOR_CORES)
-        share, copies = max(share, self._seen.share), self._seen.copies
+        share = min(_workspace_share(module, call, device), max(_WITH_TENSOR_CORES))
         if not share or not self._may_cut(module):
             return
-        if self._seen.share or self._over(with_workspaces(trace, share)) > 0:
-            self._cut(module, call, device, copies, share)
+        asking = with_workspaces(trace, share)
+        if over_budget(asking, self._hardware, self._policy.budget) > 0:
+            self._cut(module, call, device, _COPIES[-1], share)
 
     def _may_cut(self, module: nn.Module) -> bool:
         policy = self._policy
@@ -119,90 +100,40 @@ class Cutting:
         if not sections:
             return False
         self._undo[module] = wrap(module, sections)
-        self._allow_for[module] = copies
         self._said[module] = [_sentence(section) for section in sections]
         return True
 
     def too_coarse(self, module: nn.Module, trace: Trace) -> bool:
-        """Undo the sections of ``module`` if they do not do; then it is cut finer when admitted.
-
-        So is what was not cut, where the least of workspaces are what does not fit.
+        """Undo the sections of ``module`` if they do not do; then `cut` cuts finer.
 
         Parameters
         ----------
         trace
             As observed, with the workspaces and the optimizer's state that there are.
         """
-        if self._anew == _ANEW or self._policy.exact:
+        if module not in self._undo or self._anew == _ANEW:
             return False
-        if module not in self._undo:
-            if not self._may_cut(module) or not self._is_over_by_workspaces(trace):
-                return False
-            trained, state = _kept(module, trace)
-            self._seen = _Seen(largest_share(trace), ceil(state / trained) if trained else 0)
-            self._anew += 1
-            return True
-        over = self._over(trace)
+        over = over_budget(trace, self._hardware, self._policy.budget)
         if over <= 0:
             return False
         self._anew += 1
         budget = self._policy.budget.device_bytes
         self._allowed *= _LESS * budget / (budget + over)
-        self._take_back(module)
-        return True
-
-    def _over(self, trace: Trace) -> int:
-        return over_budget(trace, self._hardware, self._policy.budget)
-
-    def _is_over_by_workspaces(self, trace: Trace) -> bool:
-        """Whether no plan fits, and all would but for workspaces."""
-        if not any(op.workspace_bytes for op in trace.ops) or self._over(leaner(trace)[0]) <= 0:
-            return False
-        ops = (replace(op, workspace_bytes=0, algorithms=()) for op in trace.ops)
-        return self._over(replace(trace, ops=tuple(ops))) <= 0
-
-    def too_fine(self, module: nn.Module, trace: Trace) -> bool:
-        """Undo the sections of ``module`` if they allow for more optimizer state than there is.
-
-        Then `cut` cuts coarser. An optimizer that has begun keeps what it will: until each
-        parameter has its copy, more may come.
-
-        Parameters
-        ----------
-        trace
-            As observed, with the optimizer's state that there is.
-        """
-        trained, state = _kept(module, trace)
-        copies = round(state / trained) if trained else 0
-        if not 0 < copies < self._allow_for.get(module, 0):
-            return False
-        if abs(state - copies * trained) > _BESIDE * trained:
-            return False
-        self._copies = (copies,)
-        self._take_back(module)
-        return True
-
-    def _take_back(self, module: nn.Module) -> None:
         self._undo.pop(module)()
-        del self._said[module], self._allow_for[module]
-
-    def _within(self, room: float) -> Budget:
-        """That part of the budget."""
-        budget = self._policy.budget
-        return replace(budget, device_bytes=int(room * budget.device_bytes))
+        del self._said[module]
+        return True
 
     def close(self) -> None:
         """Let all modules run as they did."""
         while self._undo:
             self._undo.popitem()[1]()
-        self._allow_for.clear()
 
     def _chosen(
         self, module: nn.Module, call: Call, device: torch.device, copies: int, share: float
     ) -> tuple[Section, ...] | None:
-        inputs: dict[nn.Module, Input] = {}
+        inputs: dict[nn.Module, _Input] = {}
         try:
-            with noting_inputs(module, inputs):
+            with _noting_inputs(module, inputs):
                 trace = static_trace_with_batch(module, call, device, copies)
         except TraceError:
             return None
@@ -214,19 +145,33 @@ class Cutting:
                 tried[section.modules] = _may(module, section, trace, inputs, device)
             return tried[section.modules]
 
-        asking = with_workspaces(trace, share)
+        asking, budget = with_workspaces(trace, share), self._policy.budget
         for room in dict.fromkeys((*(room * self._allowed for room in _ROOM), _ROOM[-1])):
-            within = self._within(room)
+            within = replace(budget, device_bytes=int(room * budget.device_bytes))
             found = sections_for(asking, self._hardware, within, chains(module), may)
             if found:
                 return found
         return None
 
 
-def _kept(module: nn.Module, trace: Trace) -> tuple[int, int]:
-    """Bytes that are trained, and bytes of an optimizer's state."""
-    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    return trained, sum(it.nbytes for it in trace.storages if it.kind is StorageKind.STATE)
+def _workspace_share(module: nn.Module, call: Call, device: torch.device) -> float:
+    """What a convolution may ask for, of its largest operand; nothing on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    parameters = list(module.parameters())
+    halves = any(it.dtype in (torch.float16, torch.bfloat16) for it in parameters)
+    reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda") or halves
+    # One operand is enough for cuDNN to take both so.
+    given = [it for it in tree_leaves(call) if isinstance(it, torch.Tensor)]
+    weights = [it.weight for it in module.modules() if isinstance(it, _ConvNd)]
+    last = any(map(_is_channels_last, (*given, *weights)))
+    return (_WITH_TENSOR_CORES if reduced else _WITHOUT)[last]
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() not in (4, 5):
+        return False
+    return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:
@@ -249,7 +194,7 @@ def _may(
     model: nn.Module,
     section: Section,
     trace: Trace,
-    inputs: dict[nn.Module, Input],
+    inputs: dict[nn.Module, _Input],
     device: torch.device,
 ) -> bool:
     taken = inputs.get(model.get_submodule(section.modules[0]))
@@ -265,6 +210,40 @@ def _may(
     except (SectionError, torch.OutOfMemoryError):
         return False
     return True
+
+
+class _Input(NamedTuple):
+    """What a tensor is like; the tensor would live on, which the trace would show."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def sample(self, count: int, device: torch.device) -> torch.Tensor:
+        """A few samples, of numbers that no generator is asked for."""
+        shape = (min(self.shape[0], count), *self.shape[1:])
+        ramp = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device=device)
+        numbers = ramp.mul_(0.7).sin_().view(shape).to(self.dtype)
+        return numbers.requires_grad_(self.requires_grad)
+
+
+@contextmanager
+def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[None]:
+    """Take down what each module is called with first, if that is one tensor."""
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if module not in into and isinstance(given, torch.Tensor) and given.dim():
+            into[module] = _Input(given.shape, given.dtype, given.requires_grad)
+
+    handles = [
+        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _sentence(section: Section) -> str:

@@ -15,6 +15,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.measure.corrections import wider
+from belady.planners.workspace import convolves
 from belady.simulate.blocks import excess
 
 # Of a wider margin, where the budget has no room for all of it; of a smaller one, where blocks
@@ -23,8 +24,8 @@ _PARTS, _PARTS_LESS = (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)
 # Smaller margins that are tried before anything runs, for a plan that loses so much, and what one
 # has to gain: room that is left is room for what is not simulated.
 _TIGHTER, _LOSES, _GAINS = 2, 1.01, 0.995
-# Part of the budget from which on a workspace is a reason for none of these: where a library does
-# not get it, it takes another algorithm, whose replays come out otherwise.
+# Part of the budget from which on a convolution's workspace is a reason for none of these: where
+# cuDNN does not get it, it takes another algorithm, whose replays come out otherwise.
 _ASKS = 0.02
 # Of more ops a plan takes long, and few are made.
 _OPS = 5_000
@@ -73,7 +74,7 @@ def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, H
         return _roomier(trace, plan, hardware, make) or (plan, hardware)
     kernels = sum(op.device_seconds for op in trace.ops)
     loses = not plan.moves_nothing and plan.predicted_seconds > _LOSES * kernels
-    workspace = max((op.workspace_bytes for op in trace.ops), default=0)
+    workspace = max((op.workspace_bytes for op in trace.ops if convolves(op)), default=0)
     asks = workspace > _ASKS * plan.budget.device_bytes
     if hardware.allocator.margin_fraction <= 0 or len(trace.ops) > _OPS or asks or not loses:
         return plan, hardware

@@ -155,7 +155,13 @@ class Blocks:
             while blocks and self._counts[size] > wanted[size]:
                 self.release(blocks.pop())
         missing = wanted - self._counts
-        self._demand_room(sum(size * count for size, count in missing.items()))
+        if _bytes(missing) > self._driver.free_bytes() - self.total_bytes:
+            # Pages that were discarded may count as used: without these blocks they are free.
+            for blocks in self._free.values():
+                while blocks:
+                    self.release(blocks.pop())
+            missing = wanted - self._counts
+        self._demand_room(_bytes(missing))
         for size, count in missing.items():
             self._free.setdefault(size, []).extend(self._new(size) for _ in range(count))
         return room
@@ -187,7 +193,7 @@ class Blocks:
     @property
     def total_bytes(self) -> int:
         """Bytes of all blocks, used or not."""
-        return sum(size * count for size, count in self._counts.items())
+        return _bytes(self._counts)
 
     def _demand_room(self, nbytes: int) -> None:
         if not nbytes:
@@ -205,6 +211,10 @@ class Blocks:
         block = Block(self._driver.allocate(size), size)
         self._counts[size] += 1
         return block
+
+
+def _bytes(counts: Counter[int]) -> int:
+    return sum(size * count for size, count in counts.items())
 
 
 def _grains(nbytes: int) -> int:

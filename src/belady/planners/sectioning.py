@@ -85,21 +85,12 @@ def with_workspaces(trace: Trace, share: float) -> Trace:
     """
 
     def asks(op: Op) -> int:
-        unknown = not op.workspace_bytes and "convolution" in op.name
-        return int(share * _largest_operand(trace, op)) if unknown else op.workspace_bytes
+        if op.workspace_bytes or "convolution" not in op.name:
+            return op.workspace_bytes
+        storages = {trace.values[value].storage for value in (*op.reads, *op.writes)}
+        return int(share * max((trace.storages[it].nbytes for it in storages), default=0))
 
     return replace(trace, ops=tuple(replace(op, workspace_bytes=asks(op)) for op in trace.ops))
-
-
-def largest_share(trace: Trace) -> float:
-    """What convolutions took at most, as `with_workspaces` takes it."""
-    took = (op for op in trace.ops if op.workspace_bytes and "convolution" in op.name)
-    return max((op.workspace_bytes / max(1, _largest_operand(trace, op)) for op in took), default=0)
-
-
-def _largest_operand(trace: Trace, op: Op) -> int:
-    storages = {trace.values[value].storage for value in (*op.reads, *op.writes)}
-    return max((trace.storages[it].nbytes for it in storages), default=0)
 
 
 def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:

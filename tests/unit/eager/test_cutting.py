@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from belady.eager import cutting
-from belady.eager.asked import workspace_share
 from belady.eager.cutting import Cutting
-from belady.ir.ops import Algorithm
 from belady.ir.plan import Budget
-from belady.ir.trace import StorageKind, Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
 from belady.planners import smallest_budget
@@ -87,7 +83,7 @@ def test_what_does_not_fit_when_it_is_tried_is_not_cut(monkeypatch: pytest.Monke
 def test_room_is_made_beside_workspaces_where_they_would_not_fit(
     share: float, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "workspace_share", lambda *_: share)
+    monkeypatch.setattr(cutting, "_workspace_share", lambda *_: share)
     model = deep()
     trace = static_trace_with_batch(model, CALL, CPU)
     parts = Cutting(Policy("auto", Budget(int(1.1 * floor(model)))), gpu())
@@ -119,9 +115,9 @@ def test_the_workspace_that_may_be_asked_for_is_that_of_the_format(
     formats = torch.contiguous_format, torch.channels_last
     model = torch.nn.Conv2d(3, 4, 3).to(dtype, memory_format=formats[weights_last])
     images = torch.empty(2, 3, 8, 8, dtype=dtype).to(memory_format=formats[images_last])
-    asked = workspace_share(model, ((images,), {}), torch.device("cuda"))
+    asked = cutting._workspace_share(model, ((images,), {}), torch.device("cuda"))
     assert asked == share
-    assert workspace_share(model, ((images,), {}), CPU) == 0.0
+    assert cutting._workspace_share(model, ((images,), {}), CPU) == 0.0
 
 
 def test_what_needs_more_than_foretold_is_cut_finer() -> None:
@@ -149,49 +145,4 @@ def test_what_fits_as_foretold_or_is_not_cut_stays_as_it_is() -> None:
     assert parts.cut(model, CALL, CPU)
     small = static_trace_with_batch(deep(), ((torch.rand(2, 3, 32, 32),), {}), CPU)
     assert not parts.too_coarse(model, small)
-    assert model in parts
-
-
-def with_state(model: nn.Module, copies: float) -> Trace:
-    """An observed trace whose optimizer keeps so many copies of the parameters."""
-    trace = static_trace_with_batch(model, CALL, CPU, 1)
-    storages = (
-        replace(it, nbytes=int(copies * it.nbytes)) if it.kind is StorageKind.STATE else it
-        for it in trace.storages
-    )
-    return replace(trace, storages=tuple(storages))
-
-
-def heavy() -> nn.Sequential:
-    """With so many parameters that two more copies of them take more slices than one."""
-    return nn.Sequential(deep(), nn.Flatten(), nn.Linear(8 * 16 * 16, 64))
-
-
-def test_sections_that_allow_for_more_state_than_there_is_are_cut_coarser() -> None:
-    model = heavy()
-    parts = Cutting(Policy("auto", Budget(floor(model))), gpu())
-    assert parts.cut(model, CALL, CPU)
-    fine = counts(parts)
-    # Not before each parameter has its copy: none, or those of a part of them.
-    for copies in (0, 0.4, 1.5, 2):
-        assert not parts.too_fine(model, with_state(heavy(), copies))
-    assert parts.too_fine(model, with_state(heavy(), 1))
-    assert model not in parts
-    assert parts.cut(model, CALL, CPU)
-    assert sum(counts(parts)) < sum(fine)
-    assert not parts.too_fine(model, with_state(heavy(), 1))
-
-
-def test_what_was_not_cut_is_cut_where_observed_workspaces_do_not_fit() -> None:
-    model, trace = deep(), static_trace_with_batch(deep(), CALL, CPU)
-    parts = Cutting(Policy("auto", Budget(int(1.1 * floor(model)))), gpu())
-    parts.make_room(model, CALL, CPU, trace)
-    assert model not in parts
-    assert not parts.too_coarse(model, trace)
-    observed = with_workspaces(trace, 1.5)
-    frugal = (Algorithm("frugal", 1.0, 0),)
-    lean = (replace(op, algorithms=frugal if op.workspace_bytes else ()) for op in observed.ops)
-    assert not parts.too_coarse(model, replace(observed, ops=tuple(lean)))
-    assert parts.too_coarse(model, observed)
-    parts.make_room(model, CALL, CPU, trace)
     assert model in parts

@@ -178,14 +178,22 @@ def test_a_smaller_margin_is_there_from_the_start_where_blocks_fit_into_one_anot
     assert round(trial.hardware.allocator.margin_fraction, 3) == margin
 
 
-@pytest.mark.parametrize(("share", "margin"), [(0.01, 0.05), (0.03, 0.2)])
-def test_what_needs_a_large_workspace_begins_with_the_stated_margin(
-    monkeypatch: pytest.MonkeyPatch, share: float, margin: float
+@pytest.mark.parametrize(
+    ("name", "share", "margin"),
+    [
+        ("aten.convolution.default", 0.01, 0.05),
+        ("aten.convolution.default", 0.03, 0.2),
+        ("aten.sort.default", 0.03, 0.05),
+    ],
+)
+def test_convolutions_with_large_workspaces_begin_with_the_stated_margin(
+    monkeypatch: pytest.MonkeyPatch, name: str, share: float, margin: float
 ) -> None:
     needing(monkeypatch, 1.0)
     budget = int(3.6 * MIB)
     first, *others = FINE.ops
-    asking = replace(FINE, ops=(replace(first, workspace_bytes=int(share * budget)), *others))
+    asks = replace(first, name=name, workspace_bytes=int(share * budget))
+    asking = replace(FINE, ops=(asks, *others))
     trial = Verification(Policy("lifetime", Budget(budget)), SLOW).first(asking)
     assert round(trial.hardware.allocator.margin_fraction, 3) == margin
 

@@ -361,3 +361,19 @@ def test_what_the_driver_refuses_is_said() -> None:
 def test_blocks_move_without_discarding_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaDriver, "_discard", lambda *_, **__: 801)
     test_blocks_of_one_size_carry_other_values_in_turn()
+
+
+def test_pages_that_were_discarded_do_not_refuse_a_larger_claim(
+    carrier: ManagedCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, size = carrier.driver, GRAIN_BYTES
+    # What lies in blocks counts as used, whether anybody needs it or not.
+    monkeypatch.setattr(driver, "free_bytes", lambda: 8 * size - driver.blocks * size)
+    first = carrier.paging.claim({size: 4}, size)
+    second = carrier.paging.claim({size: 6}, size)
+    assert driver.blocks == 6
+    with pytest.raises(TierFullError):
+        carrier.paging.claim({size: 9}, size)
+    first.close()
+    second.close()
+    assert driver.blocks == 0
