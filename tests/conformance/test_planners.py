@@ -17,6 +17,7 @@ from belady.ir.trace import Phase, Trace
 from belady.planners import POLICIES, Planner, plan, smallest_budget
 from belady.planners.moves import read_by
 from belady.simulate.engine import simulate
+from tests.support.pace import pace, slower
 from tests.support.strategies import instances, machine, random_trace
 
 NAMES = (
@@ -129,21 +130,6 @@ def long_chain() -> Trace:
     return trace
 
 
-# What `pace` takes on a core of a server (AMD EPYC) that nobody else uses.
-_PACE_S = 0.15
-
-
-def pace() -> float:
-    """Processor seconds of a fixed piece of work like a planner's; more beside neighbours."""
-    start = time.process_time()
-    found: dict[int, tuple[int, int]] = {}
-    for number in range(600_000):
-        before = found.get(number & 4095, (0, 0))
-        found[number & 4095] = (number, max(before[0], number & 255))
-    assert len(found) == 4096
-    return time.process_time() - start
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
     hardware = machine(
@@ -157,7 +143,7 @@ def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
     assert made.decisions or policy in ("baseline", "layrub_intra")
     # The design asks for less than a minute for thirty thousand ops, of a core of its own. A
     # neighbour on the same core costs half of it, which says nothing of the planner.
-    assert seconds < 20 * max(1.0, (before + pace()) / 2 / _PACE_S)
+    assert seconds < 20 * slower(before)
 
 
 def test_unknown_policy(long_chain: Trace) -> None:

@@ -107,7 +107,7 @@ class CudaDriver:
         block = ctypes.byref(ctypes.c_uint64(pointer)), ctypes.byref(ctypes.c_size_t(nbytes)), one
         flags, on = ctypes.c_ulonglong(0), ctypes.c_void_p(stream)
         if not here:
-            # Sent to the host, pages without content would be filled with zeros there.
+            # To send pages without content to the host takes time nevertheless.
             return self._call("cuMemDiscardBatchAsync", *block, flags, on)
         place, all_of_them = _Place(_ON_DEVICE, self._number.value), ctypes.c_size_t(0)
         places = ctypes.byref(place), ctypes.byref(all_of_them), one

@@ -30,6 +30,7 @@ from belady.report.html_tables import lives, modules
 from belady.simulate import simulate
 from belady.units import format_bytes, format_seconds
 from tests.support.builder import OpSpec, build_trace
+from tests.support.pace import pace, slower
 from tests.support.strategies import random_trace
 from tests.unit.report.drawn import BUDGET, CPU, GPU, MIB, recorded, run_of, runs, staged
 from tests.unit.report.pages import BAD, SPELLED, Page, misnamed
@@ -320,12 +321,13 @@ def test_steps_of_an_axis_are_round(least: float, step: float) -> None:
 def test_a_large_run_makes_a_small_page_in_time(tmp_path: Path) -> None:
     save(large_run(), tmp_path / "run.json")
     gc.collect()
+    before = pace()
     with uncollected():  # as the command does
-        # Of this process alone: others may use the processors too.
+        # Of this process alone: others may use the processors too, and slow it down.
         begun = time.process_time()
         html = page(load(Run, tmp_path / "run.json"))
         seconds = time.process_time() - begun
-    assert seconds < 5
+    assert seconds < 5 * slower(before)
     assert len(html.encode()) < 5_000_000
     read = Page(html)
     assert len(read.tags) < 20_000
