@@ -10,8 +10,8 @@ that forward makes, and nothing that backward does.
 Device bytes follow from issue order. They are taken in three places alone (a value is copied into
 its block; a way back is issued; pages may fault in), each of which first gives back the blocks that
 nobody holds any more, and is ordered after that. A block given back is discarded where the driver
-can do that (CUDA 13): who needs device memory next gets its pages without a copy. Else they are
-written back.
+can do that (CUDA 13), and counts as gone: as CUDA documents it, who needs device memory next gets
+its pages without a copy. Else they are written back.
 
 The paper (OC-DNN, HiPC 2018) prefetches the destination of each copy, and lets the driver evict
 what was advised to prefer the host. Here a prefetch does both, and blocks prefer the device: advice

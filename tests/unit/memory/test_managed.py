@@ -374,6 +374,8 @@ def test_pages_that_were_discarded_do_not_refuse_a_larger_claim(
     assert driver.blocks == 6
     with pytest.raises(TierFullError):
         carrier.paging.claim({size: 9}, size)
+    # What others claim is there again.
+    assert driver.blocks == 6
     first.close()
     second.close()
     assert driver.blocks == 0

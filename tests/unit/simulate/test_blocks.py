@@ -59,17 +59,26 @@ def test_memory_apart_is_idle_while_there_are_no_gradients(apart: bool, expected
     assert reserved(trace, gradients_apart=apart) == expected * MIB
 
 
+def moving(budget_bytes: int) -> tuple[Trace, Plan]:
+    """A trace of one value, and a plan that moves it."""
+    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 7)])
+    away = Assignment(0, Offload(Tier.HOST, 0, 1, 6, 7))
+    return trace, Plan(trace.fingerprint, "made", Budget(budget_bytes), (away,))
+
+
+def reserving(monkeypatch: pytest.MonkeyPatch, among: int, apart: int) -> None:
+    def reserved(*_: object, gradients_apart: bool) -> int:
+        return apart if gradients_apart else among
+
+    monkeypatch.setattr(blocks, "reserved_bytes", reserved)
+
+
 @pytest.mark.parametrize(("budget", "apart"), [(159, False), (161, True)])
 def test_gradients_are_apart_unless_that_costs_a_twentieth_of_the_budget(
     budget: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reserved(*_: object, gradients_apart: bool) -> int:
-        return (24 if gradients_apart else 16) * MIB
-
-    monkeypatch.setattr(blocks, "reserved_bytes", reserved)
-    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 7)])
-    away = Assignment(0, Offload(Tier.HOST, 0, 1, 6, 7))
-    plan = Plan(trace.fingerprint, "made", Budget(budget * MIB), (away,))
+    reserving(monkeypatch, 16 * MIB, 24 * MIB)
+    trace, plan = moving(budget * MIB)
     assert in_blocks(trace, plan, EXACT) == ((24 if apart else 16) * MIB, apart)
     # Under a plan that moves nothing they stay where they are.
     assert in_blocks(trace, replace(plan, assignments=()), EXACT) == (16 * MIB, False)
@@ -79,15 +88,9 @@ def test_gradients_are_apart_unless_that_costs_a_twentieth_of_the_budget(
 def test_gradients_stay_where_they_are_if_all_fits_so_alone(
     budget: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reserved(*_: object, gradients_apart: bool) -> int:
-        # Beside 2 % for small blocks: 98.9 and 102 MiB.
-        return (100 if gradients_apart else 97) * MIB
-
-    monkeypatch.setattr(blocks, "reserved_bytes", reserved)
-    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 7)])
-    away = Assignment(0, Offload(Tier.HOST, 0, 1, 6, 7))
-    plan = Plan(trace.fingerprint, "made", Budget(budget * MIB - 1), (away,))
-    assert in_blocks(trace, plan, EXACT).gradients_apart is apart
+    # Beside 2 % for small blocks: 98.9 and 102 MiB.
+    reserving(monkeypatch, 97 * MIB, 100 * MIB)
+    assert in_blocks(*moving(budget * MIB - 1), EXACT).gradients_apart is apart
 
 
 def test_what_is_over_a_budget_is_said_with_room_for_small_blocks() -> None:
