@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +54,15 @@ def nothing_compiled() -> Iterator[None]:
     calls = sys.modules.get("belady.measure.calls")
     if calls is not None and calls.compiled_anything():
         sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """A thread that outlives its test would show in a later test's leak check, or not, by luck."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in left if name.startswith(("belady", "lane"))]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,7 +68,6 @@ def damage(task: Task, step: Step, seed: int, *, faults: bool) -> list[str]:
         assert not engine.defaults
     finally:
         carrier.close()
-        lanes.shut()
     return differences(expected(task, step, "cpu", 2), outcome)
 
 

@@ -72,7 +72,6 @@ def damage(task: Task, step: Step, kind: str, seed: int) -> tuple[list[str], Pla
     wrong = differences(expected(task, step, device), outcome)
     lanes = carrier._lanes
     if isinstance(lanes, ReusingLanes):
-        lanes.shut()
         wrong += ["memory of others overwritten"] * lanes.overwritten
     return wrong, engine
 

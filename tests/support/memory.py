@@ -202,6 +202,13 @@ class CarrierUnderTest(Carrier):
         self._poisoned = poisoned
         super().__init__(device, lanes=lanes, **budgets)
 
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if isinstance(self._lanes, ThreadLanes):  # whose threads later tests would find
+                self._lanes.shut()
+
     def make_arena(self, budget_bytes: int | None) -> HostArena:
         kind = PoisonedArena if self._poisoned else HostArena
         return kind(budget_bytes, pin=self.device.type == "cuda")

@@ -62,8 +62,6 @@ def carrier(request: pytest.FixtureRequest) -> Iterator[CarrierUnderTest]:
     carrier = make(request.param)
     yield carrier
     carrier.close()
-    if isinstance(carrier._lanes, ThreadLanes):
-        carrier._lanes.shut()
     left = {thread.name for thread in threading.enumerate()}
     assert not [name for name in left if name.startswith(("belady", "lane"))]
 
@@ -160,8 +158,6 @@ def test_any_order_of_calls(steps: list[tuple[str, int]]) -> None:
         parcel.release()
     assert carrier.disk_bytes == 0
     carrier.close()
-    assert isinstance(carrier._lanes, ThreadLanes)
-    carrier._lanes.shut()
     assert carrier.pinned_bytes == 0
 
 
@@ -180,7 +176,6 @@ def test_reused_block_waits_for_the_copy_that_reads_it() -> None:
     assert torch.equal(arrival.tensor, first)
     assert torch.equal(brought(other), second)
     carrier.close()
-    lanes.shut()
 
 
 def test_source_lives_until_it_is_sent() -> None:
@@ -207,7 +202,6 @@ def test_release_frees_the_source_only_after_its_copy(tier: Tier) -> None:
     carrier.sweep()
     assert lanes.issued[-1].event.is_set()
     carrier.close()
-    lanes.shut()
 
 
 def test_counters_and_peaks() -> None:
@@ -243,7 +237,6 @@ def test_staging_counts_every_lane() -> None:
     assert {it.copies for it in moved.values()} == {7}  # pieces of 32 KiB
     assert carrier.host_bytes == carrier.peak_host_bytes == staging_bytes(MIB) == 128 * KIB
     carrier.close()
-    lanes.shut()
 
 
 def test_stalls_are_the_seconds_blocked() -> None:
@@ -286,8 +279,6 @@ def test_disk_budget_is_exact(threads: bool) -> None:
     parcel = carrier.send(random_bytes(64 * KIB, seed=5), Tier.DISK)
     assert torch.equal(brought(parcel), random_bytes(64 * KIB, seed=5))
     carrier.close()
-    if lanes is not None:
-        lanes.shut()
 
 
 def test_no_room_for_staging_is_refused() -> None:
@@ -298,7 +289,6 @@ def test_no_room_for_staging_is_refused() -> None:
             carrier.open_disk()
     assert carrier.send(random_bytes(32 * KIB), Tier.HOST).nbytes == 32 * KIB
     carrier.close()
-    lanes.shut()
 
 
 def test_unusable_folder_is_known_at_the_start(tmp_path: Path) -> None:
@@ -330,8 +320,6 @@ def test_failed_disk_is_an_error_and_gives_everything_back(threads: bool, call: 
         parcel.release()
     assert nothing_held(carrier)
     carrier.close()
-    if lanes is not None:
-        lanes.shut()
 
 
 class BrokenLanes(ThreadLanes):
@@ -378,7 +366,6 @@ def assert_works_again(carrier: CarrierUnderTest, tier: Tier) -> None:
     source = random_bytes(200_000, seed=9)
     assert torch.equal(brought(carrier.send(source, tier)), source)
     carrier.close()
-    carrier._lanes.shut()
 
 
 @pytest.mark.parametrize(

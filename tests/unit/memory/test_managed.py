@@ -241,7 +241,6 @@ def test_late_movements_are_waited_for() -> None:
         del content
         contents = [paged(carrier, random_bytes(MIB, seed=seed)) for seed in range(4)]
     carrier.close()
-    lanes.shut()
 
 
 def test_a_machine_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
