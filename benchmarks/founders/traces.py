@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from belady.ir.trace import Op, Trace
 from belady.measure.batch import static_trace_with_batch
+from belady.measure.static import with_state
 from benchmarks.founders.machines import Machine
 from benchmarks.workloads import Workload
 
@@ -107,4 +108,5 @@ def static(work: Workload) -> Trace:
     """One iteration without seconds, with the momentum that SGD keeps."""
     arguments, _ = next(work.batches)
     device = torch.device(work.setting.device)
-    return static_trace_with_batch(work.model, (arguments, {}), device, _MOMENTUM_COPIES)
+    trace = static_trace_with_batch(work.model, (arguments, {}), device)
+    return with_state(trace, _MOMENTUM_COPIES)

@@ -7,16 +7,19 @@ from typing import Any
 import torch
 
 from belady.eager.cutting import Cutting
-from belady.eager.limits import least_with_state, refuse_infeasible
+from belady.eager.limits import foreseen, least_with_state, refuse_infeasible
 from belady.eager.ordering import Ordering
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
-from belady.ir.trace import Phase, StorageKind, Trace
+from belady.ir.trace import Phase, Trace
 from belady.measure.stages import Policy
+from belady.measure.static import trained_bytes
 from belady.planners import smallest_budget
 from belady.sections.losses import Losses
 from belady.units import format_bytes
 
+# What every loss of classes begins with.
+_LOSS = "_log_softmax"
 # What has losses in slices: the others do as their papers say.
 _POLICIES = frozenset({"auto", "hybrid"})
 # The part of the budget from which on the logarithms of a loss matter.
@@ -89,7 +92,7 @@ class Admission:
             return
         self._ordering.begin(self._modules)
         try:
-            trace = self._judged = self._traced(module, call)
+            trace = self._judged = self._fitting(module, call)
             if trace is not None:
                 self._cutting.make_room(module, call, self._device, trace)
         except InfeasibleBudgetError as error:
@@ -111,26 +114,22 @@ class Admission:
         self._ordering.close()
         self._losses.detach()
 
-    def _traced(self, module: torch.nn.Module, call: Call) -> Trace | None:
+    def _fitting(self, module: torch.nn.Module, call: Call) -> Trace | None:
         """The static trace of a call that can fit; losses are in slices from now on if need be."""
-        if self._policy.name not in _POLICIES:
-            return refuse_infeasible(module, call, self._hardware, self._policy)
-        try:
-            trace = refuse_infeasible(module, call, self._hardware, self._policy)
-        except InfeasibleBudgetError:
-            # There may be one in the module.
+        trace = foreseen(module, call)
+        if self._policy.name in _POLICIES and (trace is None or not self._can_keep_all(trace)):
             self._losses.attach()
-            return refuse_infeasible(module, call, self._hardware, self._policy)
-        if trace is None or not self._can_keep_all(trace):
-            self._losses.attach()
+            if trace is not None and any(_LOSS in op.name for op in trace.ops):
+                trace = foreseen(module, call)
+        if trace is not None:
+            refuse_infeasible(trace, self._hardware, self._policy)
         return trace
 
     def _can_keep_all(self, trace: Trace) -> bool:
         """Whether nothing need be done, with Adam's state and a loss in float32 of the outputs."""
         budget = self._policy.budget
         needed = smallest_budget("baseline", trace, self._hardware, budget)
-        trained = sum(it.nbytes for it in trace.storages if it.kind is StorageKind.GRADIENT)
         read = {v for op in trace.ops if op.phase is Phase.LOSS for v in op.reads}
         outputs = {trace.values[value].storage for value in read}
         given = sum(trace.storages[it].nbytes for it in outputs)
-        return needed + 2 * trained + _OF_OUTPUTS * given <= budget.device_bytes
+        return needed + 2 * trained_bytes(trace) + _OF_OUTPUTS * given <= budget.device_bytes

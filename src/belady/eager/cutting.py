@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
-from belady.planners.sectioning import over_budget, sections_for, with_workspaces
+from belady.measure.static import trained_bytes
+from belady.planners.sectioning import Sectioning, Sections, over_budget, with_workspaces
 from belady.sections.allowed import reasons
 from belady.sections.stages import is_sequential
 from belady.sections.trial import trial
@@ -68,10 +70,9 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
+        found = _Call.of(module, call, device) if self._may_cut(module) else None
         beside = dict.fromkeys((_workspace_share(module, call, device), 0.0))
-        return self._may_cut(module) and any(
-            self._cut(module, call, device, copies, share) for share in beside for copies in _COPIES
-        )
+        return found is not None and any(self._cut(found, share, _COPIES) for share in beside)
 
     def make_room(self, module: nn.Module, call: Call, device: torch.device, trace: Trace) -> None:
         """Cut modules whose ops would fit, but not beside the workspaces of a library.
@@ -87,20 +88,20 @@ class Cutting:
             return
         asking = with_workspaces(trace, share)
         if over_budget(asking, self._hardware, self._policy.budget) > 0:
-            self._cut(module, call, device, _COPIES[-1], share)
+            found = _Call.of(module, call, device)
+            if found is not None:
+                self._cut(found, share, _COPIES[-1:])
 
     def _may_cut(self, module: nn.Module) -> bool:
         policy = self._policy
         return not policy.exact and policy.name in POLICIES and module not in self._undo
 
-    def _cut(
-        self, module: nn.Module, call: Call, device: torch.device, copies: int, share: float
-    ) -> bool:
-        sections = self._chosen(module, call, device, copies, share)
+    def _cut(self, call: _Call, share: float, copies: Sequence[int]) -> bool:
+        sections = self._chosen(call, share, copies)
         if not sections:
             return False
-        self._undo[module] = wrap(module, sections)
-        self._said[module] = [_sentence(section) for section in sections]
+        self._undo[call.module] = wrap(call.module, sections)
+        self._said[call.module] = [_sentence(section) for section in sections]
         return True
 
     def too_coarse(self, module: nn.Module, trace: Trace) -> bool:
@@ -128,30 +129,72 @@ class Cutting:
         while self._undo:
             self._undo.popitem()[1]()
 
-    def _chosen(
-        self, module: nn.Module, call: Call, device: torch.device, copies: int, share: float
-    ) -> tuple[Section, ...] | None:
-        inputs: dict[nn.Module, _Input] = {}
-        try:
-            with _noting_inputs(module, inputs):
-                trace = static_trace_with_batch(module, call, device, copies)
-        except TraceError:
-            return None
-
-        tried: dict[tuple[str, ...], bool] = {}
-
-        def may(section: Section) -> bool:
-            if section.modules not in tried:
-                tried[section.modules] = _may(module, section, trace, inputs, device)
-            return tried[section.modules]
-
-        asking, budget = with_workspaces(trace, share), self._policy.budget
-        for room in dict.fromkeys((*(room * self._allowed for room in _ROOM), _ROOM[-1])):
-            within = replace(budget, device_bytes=int(room * budget.device_bytes))
-            found = sections_for(asking, self._hardware, within, chains(module), may)
+    def _chosen(self, call: _Call, share: float, copies: Sequence[int]) -> Sections | None:
+        """Sections beside the most copies of what is trained that leave room for any."""
+        asking, budget = with_workspaces(call.trace, share), self._policy.budget
+        search = Sectioning(asking, self._hardware, budget, chains(call.module), call.may_cut)
+        allocator = self._hardware.allocator
+        rooms = dict.fromkeys((*(room * self._allowed for room in _ROOM), _ROOM[-1]))
+        for count, room in product(copies, rooms):
+            # State is there throughout: the rest has so much less.
+            state = count * trained_bytes(call.trace)
+            rest = allocator.peak_within(int(room * budget.device_bytes)) - state
+            found = search.within(allocator.budget_for(rest))
             if found:
                 return found
         return None
+
+
+class _Call:
+    """A call of a root, traced with its batch, and which of its modules may be cut."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace: Trace,
+        inputs: dict[nn.Module, _Input],
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.trace = trace
+        self._inputs = inputs
+        self._device = device
+        self._known: dict[tuple[str, ...], bool] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module, call: Call, device: torch.device) -> _Call | None:
+        """Trace a call; None if only running it can tell."""
+        inputs: dict[nn.Module, _Input] = {}
+        try:
+            with _noting_inputs(module, inputs):
+                trace = static_trace_with_batch(module, call, device)
+        except TraceError:
+            return None
+        return cls(module, trace, inputs, device)
+
+    def may_cut(self, section: Section) -> bool:
+        """Whether the modules of a section may run in slices, as a trial of them shows."""
+        if section.modules not in self._known:
+            self._known[section.modules] = self._try(section)
+        return self._known[section.modules]
+
+    def _try(self, section: Section) -> bool:
+        model = self.module
+        taken = self._inputs.get(model.get_submodule(section.modules[0]))
+        owner = model.get_submodule(section.modules[0].rpartition(".")[0])
+        if len(section.modules) > 1 and owner not in self._inputs:
+            # Its children are called one by one, and nothing would be cut.
+            return False
+        if taken is None or not taken.dtype.is_floating_point:
+            return False
+        if reasons(model, section, self.trace):
+            return False
+        few = replace(section, slices=min(section.slices, _TRIED))
+        try:
+            trial(model, few, taken.sample(2 * few.slices, self._device))
+        except (SectionError, torch.OutOfMemoryError):
+            return False
+        return True
 
 
 def _workspace_share(module: nn.Module, call: Call, device: torch.device) -> float:
@@ -188,28 +231,6 @@ def chains(model: nn.Module) -> list[tuple[str, ...]]:
     alone = [name for name, _ in model.named_modules() if name and name not in chained]
     alone.sort(key=lambda name: -name.count("."))
     return found + [(name,) for name in (*alone, "")]
-
-
-def _may(
-    model: nn.Module,
-    section: Section,
-    trace: Trace,
-    inputs: dict[nn.Module, _Input],
-    device: torch.device,
-) -> bool:
-    taken = inputs.get(model.get_submodule(section.modules[0]))
-    owner = model.get_submodule(section.modules[0].rpartition(".")[0])
-    if len(section.modules) > 1 and owner not in inputs:
-        # Its children are called one by one, and nothing would be cut.
-        return False
-    if taken is None or not taken.dtype.is_floating_point or reasons(model, section, trace):
-        return False
-    few = replace(section, slices=min(section.slices, _TRIED))
-    try:
-        trial(model, few, taken.sample(2 * few.slices, device))
-    except (SectionError, torch.OutOfMemoryError):
-        return False
-    return True
 
 
 class _Input(NamedTuple):

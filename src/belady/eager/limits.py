@@ -12,11 +12,11 @@ from belady.eager.cutting import POLICIES as CUTTING
 from belady.errors import BudgetError, InfeasibleBudgetError, OutOfMemoryError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
-from belady.ir.trace import StorageKind, Tier, Trace
+from belady.ir.trace import Tier, Trace
 from belady.measure.margins import with_settled
 from belady.measure.probe import probe
 from belady.measure.stages import Policy
-from belady.measure.static import static_trace
+from belady.measure.static import static_trace, trained_bytes, with_state
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES, smallest_budget
@@ -93,31 +93,34 @@ def clamped(budget: Budget, hardware: HardwareProfile) -> Budget:
     return replace(budget, device_bytes=min(budget.device_bytes, total))
 
 
-def refuse_infeasible(
-    module: torch.nn.Module, call: tuple[Any, Any], hardware: HardwareProfile, policy: Policy
-) -> Trace | None:
-    """Raise before anything runs if the budget cannot hold even one pass; gives the static trace.
+def foreseen(module: torch.nn.Module, call: tuple[Any, Any]) -> Trace | None:
+    """The static trace of a call; None if only running it can tell, and the cap is the judge."""
+    try:
+        return static_trace(module, call, device_of(module))
+    except TraceError:
+        return None
+
+
+def refuse_infeasible(trace: Trace, hardware: HardwareProfile, policy: Policy) -> None:
+    """Raise before anything runs if the budget cannot hold even one pass.
 
     It is judged without optimizer state: what is not known to exist must not refuse a budget. The
     smallest budget that the error names allows for two copies, as Adam keeps them.
+
+    Parameters
+    ----------
+    trace
+        Static, without optimizer state.
 
     Raises
     ------
     InfeasibleBudgetError
         If no plan of the policy fits.
     """
-    device = device_of(module)
-    try:
-        trace = static_trace(module, call, device, state_copies=0)
-    except TraceError:
-        # It can be traced by running it alone; then the cap is the judge.
-        return None
     try:
         _plan(trace, hardware, policy)
     except InfeasibleBudgetError:
-        trace = static_trace(module, call, device, state_copies=2)
-        _plan(trace, hardware, policy)
-    return trace
+        _plan(with_state(trace, 2), hardware, policy)
 
 
 def _plan(trace: Trace, hardware: HardwareProfile, policy: Policy) -> None:
@@ -135,8 +138,7 @@ def least_with_state(trace: Trace, hardware: HardwareProfile, policy: Policy) ->
     """
     allocator = hardware.allocator
     floor = allocator.peak_within(smallest_budget("floor", trace, hardware, policy.budget))
-    trained = (it.nbytes for it in trace.storages if it.kind is StorageKind.GRADIENT)
-    return allocator.budget_for(floor + 2 * sum(trained))
+    return allocator.budget_for(floor + 2 * trained_bytes(trace))
 
 
 def out_of_memory(error: torch.OutOfMemoryError, engine: object) -> OutOfMemoryError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from belady.eager.limits import refuse_infeasible
+from belady.eager.limits import foreseen, refuse_infeasible
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.measure.stages import Policy
@@ -58,7 +58,9 @@ class Ordering:
             return refusal
         self._put(module, "the budget is too small otherwise")
         try:
-            refuse_infeasible(module, call, self._hardware, self._policy)
+            trace = foreseen(module, call)
+            if trace is not None:
+                refuse_infeasible(trace, self._hardware, self._policy)
         except InfeasibleBudgetError as error:
             self.release(module)
             # A traceback keeps the frames of all callers, and with them the user's tensors.

@@ -174,9 +174,10 @@ class _Search:
         if self.trace.ops[at].forward_op is not None:
             return False
         ops = self.trace.ops
+        sides = range(at, -1, -1), range(at, len(ops))
         origins = (
-            next((op.forward_op for op in side if op.forward_op is not None), -1)
-            for side in (ops[at::-1], ops[at:])
+            next((found for it in side if (found := ops[it].forward_op) is not None), -1)
+            for side in sides
         )
         return all(origin in inside for origin in origins)
 

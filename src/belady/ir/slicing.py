@@ -80,8 +80,9 @@ class Rewriting:
         for index, value in enumerate(trace.values):
             if value.producer < 0:
                 self._write(index, WHOLE, -1, 1, 1)
+        valued = {value.storage for value in trace.values}
         for index in range(len(trace.storages)):
-            if index not in {value.storage for value in trace.values}:
+            if index not in valued:
                 self._storage(index, WHOLE, trace.storages[index].birth, 1, 1)
 
     # -- ops ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ Shapes = Sequence[Sequence[tuple[int, ...]]]
 
 
 def static_trace_with_batch(
-    module: torch.nn.Module, call: tuple[Any, Any], device: torch.device, state_copies: int = 2
+    module: torch.nn.Module, call: tuple[Any, Any], device: torch.device
 ) -> Trace:
     """Like `belady.measure.static.static_trace`, with ``Op.batch_dims`` where they can be known.
 
@@ -31,14 +31,14 @@ def static_trace_with_batch(
     TraceError
         If the call itself cannot be faked.
     """
-    recorder = record(module, call, device, state_copies)
+    recorder = record(module, call, device)
     trace = static_document(module, recorder)
     tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.shape[:1] for tensor in tensors}
     if len(sizes) != 1 or sizes == {torch.Size()}:
         return trace
     try:
-        larger = record(module, call, device, state_copies, more_samples=1)
+        larger = record(module, call, device, more_samples=1)
     except TraceError:
         return trace
     if [op.name for op in larger.ops] != [op.name for op in recorder.ops]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from belady.errors import TraceError
-from belady.ir.trace import Phase, Source, StorageKind, Trace
+from belady.ir.trace import Phase, Source, Storage, StorageKind, Tier, Trace
 from belady.measure.clock import NoClock
 from belady.measure.modules import module_paths
 from belady.measure.observe import assemble
@@ -23,27 +24,24 @@ from belady.measure.recorder import Recorder
 from belady.measure.untouched import replace_tensors, untouched
 
 
-def static_trace(
-    module: torch.nn.Module, call: tuple[Any, Any], device: torch.device, state_copies: int = 2
-) -> Trace:
+def static_trace(module: torch.nn.Module, call: tuple[Any, Any], device: torch.device) -> Trace:
     """Trace one call of ``module``, a pseudo-loss and its backward, without running them.
 
     The pseudo-loss sums the outputs that require grad. Nothing is touched: parameters, buffers,
-    gradients, random state and the attributes of every submodule are as before.
+    gradients, random state and the attributes of every submodule are as before. Optimizer state is
+    not known yet: see `with_state`.
 
     Parameters
     ----------
     call
         ``(args, kwargs)`` of the call.
-    state_copies
-        Optimizer state is not known yet; it is taken to be so many times the trainable bytes.
 
     Raises
     ------
     TraceError
         If the call cannot be faked (data-dependent code, an op without a fake); the cause says why.
     """
-    return static_document(module, record(module, call, device, state_copies))
+    return static_document(module, record(module, call, device))
 
 
 def static_document(module: torch.nn.Module, recorder: Recorder) -> Trace:
@@ -52,11 +50,26 @@ def static_document(module: torch.nn.Module, recorder: Recorder) -> Trace:
     return assemble(recorder, (type(module).__name__,), Source.STATIC, unseen)
 
 
+def trained_bytes(trace: Trace) -> int:
+    """Bytes of all gradients: what an optimizer keeps is so many times this, if anything."""
+    return sum(it.nbytes for it in trace.storages if it.kind is StorageKind.GRADIENT)
+
+
+def with_state(trace: Trace, copies: int) -> Trace:
+    """The trace with optimizer state of so many times the bytes of each gradient, all the time."""
+    end = len(trace.ops)
+    state = [
+        Storage(it.device, it.nbytes, StorageKind.STATE, 0, end, end, Tier.DEVICE)
+        for it in trace.storages
+        if it.kind is StorageKind.GRADIENT
+    ]
+    return replace(trace, storages=(*trace.storages, *state * copies))
+
+
 def record(
     module: torch.nn.Module,
     call: tuple[Any, Any],
     device: torch.device,
-    state_copies: int,
     more_samples: int = 0,
 ) -> Recorder:
     """Record what `static_trace` assembles.
@@ -86,7 +99,9 @@ def record(
                     recorder.adopt_new(tensor, StorageKind.INPUT)
             _forward_backward(module, faked, recorder)
             with recorder.aside():
-                _adopt_update(parameters, state_copies, recorder)
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        recorder.adopt(parameter.grad, StorageKind.GRADIENT)
     except Exception as error:
         raise TraceError(
             f"{type(module).__name__} cannot be traced without running it: {error}"
@@ -151,15 +166,6 @@ def _adopt_state(module: torch.nn.Module, recorder: Recorder) -> None:
         recorder.adopt(parameter, StorageKind.PARAMETER)
     for buffer in module.buffers():
         recorder.adopt(buffer, StorageKind.BUFFER)
-
-
-def _adopt_update(parameters: Iterable[torch.Tensor], copies: int, recorder: Recorder) -> None:
-    """Gradients, and the state that an optimizer will keep for each."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            recorder.adopt(parameter.grad, StorageKind.GRADIENT)
-            for _ in range(copies):
-                recorder.adopt(torch.empty_like(parameter), StorageKind.STATE)
 
 
 def _faked_if_possible(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:

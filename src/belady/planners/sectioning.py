@@ -7,29 +7,32 @@ under every plan. Cutting modules along the batch lowers it (tvDNN: Park et al.,
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from operator import itemgetter
-from typing import NamedTuple
 
 from belady.errors import PlanMismatchError
+from belady.ir.finding import find
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Budget, Plan, Section
+from belady.ir.plan import Budget, Section
 from belady.ir.residency import curve
 from belady.ir.sections import apply
 from belady.ir.trace import Op, Phase, Trace
 from belady.planners.base import assemble
 from belady.planners.floor import FLOOR
 from belady.planners.moves import Case
+from belady.planners.slicework import Work, inside
 
 # Modules that run one after another, and nothing beside them: the children of one Sequential.
-Chain = Sequence[str]
+Chain = tuple[str, ...]
+Sections = tuple[Section, ...]
 # More slices make kernels too small to be of use; a longer stretch does more.
 _SLICES = (2, 4, 8, 16, 32, 64)
+# Most ops of one section in all of its slices: more are no longer planned in a minute.
+_OPS = 100_000
 _ROUNDS = 16
-# What an op costs on each slice beside its bytes, as bytes: a start, and a last wave not full.
-_A_SLICE = 8 << 20
 # By how much fewer slices of a part of a stretch are than those of the whole, and how many that do
 # not fit are tried before it is left at that.
 _FEWER, _EASIER = (1, 2, 4, 8, 16), 40
@@ -37,11 +40,8 @@ _FEWER, _EASIER = (1, 2, 4, 8, 16), 40
 _LITTLE = 1.03
 # What is tried first: short stretches, whose ends are resident as a whole, or long ones, where one
 # number of slices has to do for all.
-Order = Callable[[tuple[tuple[str, ...], int]], tuple[int, int]]
-_ORDERS: tuple[Order, ...] = (
-    lambda it: (len(it[0]), it[1]),
-    lambda it: (-len(it[0]), it[1]),
-)
+Order = Callable[[Chain], int]
+_ORDERS: tuple[Order, ...] = (len, lambda it: -len(it))
 
 
 def sections_for(
@@ -50,7 +50,7 @@ def sections_for(
     budget: Budget,
     chains: Sequence[Chain],
     may: Callable[[Section], bool],
-) -> tuple[Section, ...] | None:
+) -> Sections | None:
     """The least work in slices with which the floor of ``trace`` fits; None if none do.
 
     Parameters
@@ -67,9 +67,7 @@ def sections_for(
     tuple of Section
         Empty if it fits as it is. Whoever runs them changes the order of sums.
     """
-    search = _Search(trace, hardware, budget, chains, may)
-    found = [it for order in _ORDERS for it in (search.found(order),) if it is not None]
-    return min(map(search.refined, found), key=search.work, default=None)
+    return Sectioning(trace, hardware, budget, chains, may).within(budget.device_bytes)
 
 
 def with_workspaces(trace: Trace, share: float) -> Trace:
@@ -95,18 +93,20 @@ def with_workspaces(trace: Trace, share: float) -> Trace:
 
 def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:
     """Bytes of the floor of ``trace`` beyond the budget; negative where there is room."""
-    return _Search(trace, hardware, budget, (), lambda _: False).excess(())[0]
+    return _needed(trace, hardware, budget)[0] - budget.device_bytes
 
 
-class _Touched(NamedTuple):
-    """An op in module ``path``: bytes read and made, and whether it is a norm over a batch."""
+class Sectioning:
+    """The search for sections of one trace, which remembers what it has judged.
 
-    path: str
-    nbytes: int
-    norm: bool
+    Parameters
+    ----------
+    trace, hardware, chains, may
+        See `sections_for`.
+    budget
+        Of host and disk; that of the device is given for each search.
+    """
 
-
-class _Search:
     def __init__(
         self,
         trace: Trace,
@@ -120,48 +120,53 @@ class _Search:
         self._budget = budget
         self._chains = chains
         self._may = may
-        self._known: dict[tuple[Section, ...], tuple[int, str]] = {}
-        self._allowed: dict[tuple[str, ...], bool] = {}
+        self._work = Work(trace)
+        self._known: dict[Sections, tuple[int, str]] = {}
+        self._allowed: dict[Chain, bool] = {}
+        self._counts: dict[Chain, tuple[int, ...]] = {}
         self._out = _output_bytes(trace)
-        self._touched = _touched_bytes(trace)
 
-    def found(self, order: Order) -> tuple[Section, ...] | None:
+    def within(self, nbytes: int) -> Sections | None:
+        """The least work in slices with which the floor fits in ``nbytes``; None if none do."""
+        found = [it for order in _ORDERS for it in (self._found(order, nbytes),) if it is not None]
+        refined = (self._refined(it, nbytes) for it in found)
+        return min(refined, key=self._work, default=None)
+
+    def _found(self, order: Order, nbytes: int) -> Sections | None:
         """Sections with which the floor fits, by the least change of the worst module each time."""
-        chosen: tuple[Section, ...] = ()
+        chosen: Sections = ()
         for _ in range(_ROUNDS):
-            over, at = self.excess(chosen)
-            if over <= 0:
+            needed, at = self._needed(chosen)
+            if needed <= nbytes:
                 return chosen
-            better = next(self._better(order, chosen, at, over), None)
+            better = next(self._better(order, chosen, at, nbytes), None)
             if better is None:
                 return None
             chosen = better
         return None
 
-    def refined(self, sections: tuple[Section, ...]) -> tuple[Section, ...]:
+    def _refined(self, sections: Sections, nbytes: int) -> Sections:
         """With less work, if they add much: fewer slices, or of parts of stretches, while all fits.
 
         Where they add little, more slices leave more room: they stay.
         """
-        while (now := self.work(sections)) > _LITTLE * self.work(()):
-            easier = ((self.work(it), it) for it in dict.fromkeys(self._easier(sections)))
+        while (now := self._work(sections)) > _LITTLE * self._work(()):
+            easier = ((self._work(it), it) for it in dict.fromkeys(self._easier(sections)))
             less = sorted((it for it in easier if it[0] < now), key=itemgetter(0))
-            found = self._first_that_fits([it for _, it in less])
+            found = self._first_that_fits([it for _, it in less], nbytes)
             if found is None:
                 break
             sections = found
         return sections
 
-    def _first_that_fits(
-        self, candidates: Sequence[tuple[Section, ...]]
-    ) -> tuple[Section, ...] | None:
+    def _first_that_fits(self, candidates: Sequence[Sections], nbytes: int) -> Sections | None:
         failed: list[dict[str, int]] = []
         for sections in candidates:
             slices = {name: it.slices for it in sections for name in it.modules}
             # Nowhere in more slices than what did not fit.
             if any(all(k <= it.get(name, 1) for name, k in slices.items()) for it in failed):
                 continue
-            if self.excess(sections)[0] > 0:
+            if self._needed(sections)[0] > nbytes:
                 failed.append(slices)
             elif all(map(self._is_allowed, sections)):
                 return sections
@@ -169,7 +174,7 @@ class _Search:
                 break
         return None
 
-    def _easier(self, sections: tuple[Section, ...]) -> Iterator[tuple[Section, ...]]:
+    def _easier(self, sections: Sections) -> Iterator[Sections]:
         """Sections with one of them in fewer slices, or in two parts of which one is."""
         for section in sections:
             modules, most = section.modules, section.slices
@@ -180,56 +185,64 @@ class _Search:
                     some = (it for it in parts if it.modules and it.slices > 1)
                     yield tuple(sorted((*rest, *some), key=lambda it: it.modules))
 
-    def work(self, sections: tuple[Section, ...]) -> int:
-        """Bytes that ops touch, and what so many slices cost beside them."""
-        total = 0
-        for op in self._touched:
-            within = (it.slices for it in sections if _inside(op.path, it.modules))
-            slices = next(within, 1)
-            # A norm over the batch reads again what it has summed up.
-            total += op.nbytes * (2 if op.norm and slices > 1 else 1) + slices * _A_SLICE
-        return total
-
-    def excess(self, sections: tuple[Section, ...]) -> tuple[int, str]:
-        """Bytes of the floor beyond the budget, and the module path of the op that needs most."""
-        if sections not in self._known:
-            self._known[sections] = self._judged(sections)
-        return self._known[sections]
-
-    def _better(
-        self, order: Order, chosen: tuple[Section, ...], at: str, over: int
-    ) -> Iterator[tuple[Section, ...]]:
+    def _better(self, order: Order, chosen: Sections, at: str, nbytes: int) -> Iterator[Sections]:
         """Sections with which module ``at`` is no longer that much over, least change first."""
-        for modules, slices in self._candidates(order, chosen, at):
-            section = Section(modules, slices)
-            rest = tuple(it for it in chosen if not _overlap(it.modules, modules))
-            sections = tuple(sorted((*rest, section), key=lambda it: it.modules))
-            left, where = self.excess(sections)
-            helps = left <= 0 or (left < over and not _inside(where, modules))
-            # The real module runs for an answer: asked last.
-            if helps and self._is_allowed(section):
-                yield sections
+        for stretches in self._candidates(order, chosen, at):
+            helping = (self._fewest(chosen, modules, nbytes) for modules in stretches)
+            found = [it for it in helping if it is not None]
+            for section in sorted(found, key=lambda it: it.slices):
+                # The real module runs for an answer: asked last.
+                if self._is_allowed(section):
+                    yield _with(chosen, section)
 
-    def _candidates(
-        self, order: Order, chosen: tuple[Section, ...], at: str
-    ) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Stretches around ``at`` with the smallest bytes at their ends."""
-        present = next((it for it in chosen if _inside(at, it.modules)), None)
+    def _fewest(self, chosen: Sections, modules: Chain, nbytes: int) -> Section | None:
+        """A stretch in the fewest slices with which its modules are not the worst; None if none.
+
+        More slices need less: by bisection.
+        """
+        needed, _ = self._needed(chosen)
+        present = next((it.slices for it in chosen if it.modules == modules), 1)
+        counts = [it for it in self._possible(modules) if it > present]
+
+        def helps(slices: int) -> bool:
+            left, where = self._needed(_with(chosen, Section(modules, slices)))
+            return left <= nbytes or (left < needed and not inside(where, modules))
+
+        index = bisect_left(counts, True, key=helps)
+        return Section(modules, counts[index]) if index < len(counts) else None
+
+    def _possible(self, modules: Chain) -> tuple[int, ...]:
+        """Numbers of slices in which a stretch can run, fewest first."""
+        if modules not in self._counts:
+            try:
+                stretches = find(self._trace, [Section(modules, _SLICES[0])])
+            except PlanMismatchError:
+                stretches = []
+            samples = min((sum(it.sizes) for it in stretches), default=0)
+            ops = sum(len(it.forward) + len(it.backward) for it in stretches)
+            self._counts[modules] = tuple(
+                it for it in _SLICES if it <= samples and it * ops <= _OPS
+            )
+        return self._counts[modules]
+
+    def _candidates(self, order: Order, chosen: Sections, at: str) -> Iterator[Sequence[Chain]]:
+        """Stretches around ``at`` with the smallest bytes at their ends; equal ones together."""
+        present = next((it for it in chosen if inside(at, it.modules)), None)
         if present is not None:
-            yield from ((present.modules, more) for more in _SLICES if more > present.slices)
+            yield [present.modules]
         for chain in self._chains:
-            middle = next((i for i, name in enumerate(chain) if _inside(at, (name,))), None)
-            if middle is None:
-                continue
-            yield from sorted(product(self._stretches(chain, middle), _SLICES), key=order)
+            middle = next((i for i, name in enumerate(chain) if inside(at, (name,))), None)
+            if middle is not None:
+                stretches = sorted(self._stretches(chain, middle), key=order)
+                yield from (list(equal) for _, equal in groupby(stretches, key=order))
 
-    def _stretches(self, chain: Chain, middle: int) -> Iterator[tuple[str, ...]]:
+    def _stretches(self, chain: Chain, middle: int) -> Iterator[Chain]:
         """Runs of ``chain`` that begin and end where little goes in and out."""
         sizes = [self._out.get(name, 0) for name in chain]
         first = [i for i in range(middle + 1) if i == 0 or _lower(sizes, i - 1)]
         last = [j for j in range(middle, len(chain)) if _lower(sizes, j)]
         for i, j in product(first, last):
-            yield tuple(chain[i : j + 1])
+            yield chain[i : j + 1]
 
     def _is_allowed(self, section: Section) -> bool:
         """Whether it may be cut at all, asked once for all numbers of slices."""
@@ -237,20 +250,29 @@ class _Search:
             self._allowed[section.modules] = self._may(section)
         return self._allowed[section.modules]
 
-    def _judged(self, sections: tuple[Section, ...]) -> tuple[int, str]:
-        try:
-            trace = apply(self._trace, sections) if sections else self._trace
-        except PlanMismatchError:
-            return 1 << 62, ""
-        held = curve(trace, _floor(trace, self._hardware, self._budget), self._hardware.allocator)
-        peak = max(held, default=0)
-        over = self._hardware.allocator.budget_for(peak) - self._budget.device_bytes
-        return over, trace.ops[held.index(peak)].module if held else ""
+    def _needed(self, sections: Sections) -> tuple[int, str]:
+        """Bytes of the smallest budget of the floor, and the module of the op that needs most."""
+        if sections not in self._known:
+            try:
+                trace = apply(self._trace, sections) if sections else self._trace
+            except PlanMismatchError:
+                self._known[sections] = 1 << 62, ""
+            else:
+                self._known[sections] = _needed(trace, self._hardware, self._budget)
+        return self._known[sections]
 
 
-def _floor(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Plan:
+def _needed(trace: Trace, hardware: HardwareProfile, budget: Budget) -> tuple[int, str]:
     case = Case(trace, hardware, budget)
-    return assemble(case, FLOOR.draft(case))
+    held = curve(trace, assemble(case, FLOOR.draft(case)), hardware.allocator)
+    peak = max(held, default=0)
+    return hardware.allocator.budget_for(peak), trace.ops[held.index(peak)].module if held else ""
+
+
+def _with(chosen: Sections, section: Section) -> Sections:
+    """The sections with one more, in place of those that it is about."""
+    rest = (it for it in chosen if not _overlap(it.modules, section.modules))
+    return tuple(sorted((*rest, section), key=lambda it: it.modules))
 
 
 def _output_bytes(trace: Trace) -> dict[str, int]:
@@ -266,25 +288,10 @@ def _output_bytes(trace: Trace) -> dict[str, int]:
     return found
 
 
-def _touched_bytes(trace: Trace) -> list[_Touched]:
-    """What each op that makes bytes reads and makes."""
-    found = []
-    for op in trace.ops:
-        read, made = ({trace.values[v].storage for v in it} for it in (op.reads, op.writes))
-        if made - read:
-            nbytes = sum(trace.storages[it].nbytes for it in read | made)
-            found.append(_Touched(op.module, nbytes, "batch_norm" in op.name))
-    return found
-
-
 def _lower(sizes: Sequence[int], index: int) -> bool:
     """Whether less comes out of a module than of the one before it, or it is the last."""
     return index == len(sizes) - 1 or index == 0 or sizes[index] < sizes[index - 1]
 
 
-def _inside(path: str, modules: Sequence[str]) -> bool:
-    return any(not name or path == name or path.startswith(f"{name}.") for name in modules)
-
-
 def _overlap(one: Sequence[str], other: Sequence[str]) -> bool:
-    return any(_inside(name, other) for name in one) or any(_inside(name, one) for name in other)
+    return any(inside(name, other) for name in one) or any(inside(name, one) for name in other)

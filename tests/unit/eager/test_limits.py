@@ -14,7 +14,7 @@ from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy
-from belady.measure.static import static_trace
+from belady.measure.static import static_trace, with_state
 from belady.planners import smallest_budget
 from tests.unit.simulate.cases import cpu
 
@@ -24,7 +24,7 @@ MACHINE = replace(cpu(), allocator=Allocator(64, 0.5, 0))
 def test_no_margin_on_parameters_is_asked_for_but_by_the_founders_policies() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     call = ((torch.randn(4, 256),), {})
-    trace = static_trace(model, call, torch.device("cpu"), state_copies=2)
+    trace = with_state(static_trace(model, call, torch.device("cpu")), 2)
     settled = with_settled(trace, MACHINE, "auto")
     # Parameters and two copies of them, and nothing of what comes and goes.
     kept = 3 * sum(it.untyped_storage().nbytes() for it in model.parameters())
@@ -34,11 +34,11 @@ def test_no_margin_on_parameters_is_asked_for_but_by_the_founders_policies() -> 
         smallest_budget("floor", trace, MACHINE, Budget(0))
     )
     # Whether there will be copies is not known.
-    trace = static_trace(model, call, torch.device("cpu"), state_copies=0)
+    trace = static_trace(model, call, torch.device("cpu"))
     less = smallest_budget("auto", trace, with_settled(trace, MACHINE, "auto"), Budget(0))
-    refuse_infeasible(model, call, MACHINE, Policy("auto", Budget(less)))
+    refuse_infeasible(trace, MACHINE, Policy("auto", Budget(less)))
     with pytest.raises(InfeasibleBudgetError):
-        refuse_infeasible(model, call, MACHINE, Policy("auto", Budget(less // 2)))
+        refuse_infeasible(trace, MACHINE, Policy("auto", Budget(less // 2)))
 
 
 @pytest.mark.parametrize("settled", [0, 10, 1000, 10**12])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from belady.errors import TraceError
 from belady.ir.files import validate
 from belady.ir.trace import Mode, Phase, Source, StorageKind, Trace
-from belady.measure.static import static_trace
+from belady.measure.static import static_trace, with_state
 from tests.support.models import Block, ResidualCNN
 from tests.unit.measure.watching import CPU, names, observed, saves_of
 
@@ -106,7 +106,7 @@ def facts(trace: Trace) -> dict[str, list[Any]]:
 
 
 def both(module: nn.Module, x: Tensor) -> tuple[Trace, Trace]:
-    return static_trace(module, ((x,), {}), CPU, state_copies=0), observed(module, x)
+    return static_trace(module, ((x,), {}), CPU), observed(module, x)
 
 
 def test_it_foresees_what_is_observed(case: tuple[nn.Module, Tensor]) -> None:
@@ -140,7 +140,7 @@ def test_it_foresees_a_fused_lstm_but_for_its_workspace() -> None:
 def test_it_foresees_autocast(dtype: torch.dtype) -> None:
     module, x = Block(16, 2), torch.rand(2, 5, 16)
     with torch.autocast("cpu", dtype):
-        foreseen = static_trace(module, ((x,), {}), CPU, state_copies=0)
+        foreseen = static_trace(module, ((x,), {}), CPU)
         seen = observed(module, x)
     assert facts(foreseen) == facts(seen)
     assert str(dtype).removeprefix("torch.") in {save.dtype for _, save in saves_of(foreseen)}
@@ -287,7 +287,7 @@ def test_optimizer_state_is_assumed() -> None:
     module, x = nn.Linear(4, 4), torch.ones(2, 4)
     module.bias.requires_grad_(False)
     for copies in (0, 1, 2):
-        trace = static_trace(module, ((x,), {}), CPU, state_copies=copies)
+        trace = with_state(static_trace(module, ((x,), {}), CPU), copies)
         sizes = [s.nbytes for s in trace.storages if s.kind is StorageKind.STATE]
         assert sizes == [64] * copies
         end = len(trace.ops)

@@ -15,6 +15,7 @@ from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
+from belady.measure.static import with_state
 from belady.planners import smallest_budget
 from belady.planners.sectioning import over_budget, sections_for, with_workspaces
 from tests.unit.planners.nets import gpu
@@ -41,7 +42,7 @@ def traced(make: object) -> tuple[Trace, list[tuple[str, ...]]]:
     assert callable(make)
     model: nn.Sequential = make()
     call = ((torch.randn(16, 3, 64, 64),), {})
-    traced = static_trace_with_batch(model, call, torch.device("cpu"))
+    traced = with_state(static_trace_with_batch(model, call, torch.device("cpu")), 2)
     storages = tuple(replace(storage, device="cuda") for storage in traced.storages)
     trace = replace(traced, device="cuda", storages=storages)
     chains = [
