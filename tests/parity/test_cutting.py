@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -302,3 +303,126 @@ def test_a_last_batch_that_is_smaller_trains_too() -> None:
                 each.losses.append(loss.detach())
     for one, two in zip(training.losses, expected.losses, strict=True):
         torch.testing.assert_close(one, two)
+
+
+class Changing(nn.Module):
+    """Treats samples by themselves until something says otherwise."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = {"mode": self.training, "size": len(x) > 9, "flag": self.mixes}[self.when]
+        return x - x.mean(0, keepdim=True) if now else x * 1.0
+
+
+def changing(when: str) -> Task:
+    def make() -> list[nn.Module]:
+        model = Wide(Changing(when))
+        return [model.eval() if when == "mode" else model]
+
+    return Task(f"wide, changing by {when}", make, images)
+
+
+def changed(training: Training, when: str) -> int:
+    """Let samples mix from now on; gives the size of the batch."""
+    if when == "mode":
+        training.model.train()
+    for module in training.model.modules():
+        if isinstance(module, Changing):
+            module.mixes = True
+    return 10 if when == "size" else 8
+
+
+def steps(training: Training, indices: range, size: int) -> list[list[Tensor]]:
+    gradients = []
+    for index in indices:
+        x, y = training.batch(index, size)
+        torch.manual_seed(index)
+        training.task.loss(training.model(x), y).backward()
+        gradients.append(
+            [p.grad.clone() for p in training.model.parameters() if p.grad is not None]
+        )
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("when", ["mode", "size", "flag"])
+def test_what_may_no_longer_be_cut_is_not(when: str) -> None:
+    task = changing(when)
+    plainly = Training(task)
+    expected = steps(plainly, range(3), 8)
+    expected += steps(plainly, range(3, 5), changed(plainly, when))
+    training = Training(task)
+    # Enough for the rest in slices, and for what mixes as a whole.
+    budget = int(needed("floor", task=task) * 0.8)
+    found = []
+    with belady.virtualize(training.models, budget) as vm:
+        found += steps(training, range(3), 8)
+        assert "slices along the batch" in vm.report()
+        size = changed(training, when)
+        # What mixes, and what is before and after it, may be too large as a whole.
+        with suppress(InfeasibleBudgetError):
+            found += steps(training, range(3, 5), size)
+    assert len(found) >= 3
+    for one, two in zip(found, expected, strict=False):
+        for mine, theirs in zip(one, two, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
+
+
+def test_each_kind_of_call_has_sections_of_its_own() -> None:
+    plainly, training = Training(DROPPING), Training(DROPPING)
+    sizes = [8, 2, 8, 9, 2, 8]
+    budget = int(needed("floor", task=DROPPING) * 0.6)
+    expected = [steps(plainly, range(i, i + 1), size) for i, size in enumerate(sizes)]
+    features = training.model.get_submodule("features")
+    cut = []
+    with belady.virtualize(training.models, budget):
+        for i, size in enumerate(sizes):
+            found = steps(training, range(i, i + 1), size)
+            cut.append("forward" in vars(features))
+            for mine, theirs in zip(found[0], expected[i][0], strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
+    # A small batch fits as it is, bit for bit.
+    assert cut == [True, False, True, True, False, True]
+
+
+def test_a_later_pass_of_another_shape_is_judged_too() -> None:
+    expected, training = Training(WIDE), Training(WIDE)
+    budget = int(needed("floor") * 0.6)
+    with belady.virtualize(training.models, budget) as vm:
+        for index in range(9):
+            for it in (expected, training):
+                for size in (2, 8):
+                    x, y = it.batch(index, size)
+                    it.task.loss(it.model(x), y).backward()
+                it.optimizer.step()
+                it.optimizer.zero_grad()
+        assert "slices along the batch" in vm.report()
+    for name, tensor in expected.model.state_dict().items():
+        found = training.model.state_dict()[name]
+        torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.75, 0.8, 0.9])
+def test_what_fits_but_not_beside_the_optimizers_state_is_cut(share: float) -> None:
+    budget = int(needed("floor") * share)
+    training, _ = trained(budget, "auto", WIDE, range(6))
+    expected = Training(WIDE).run(plain, range(6))
+    for name, tensor in expected.model.state_dict().items():
+        torch.testing.assert_close(training.model.state_dict()[name], tensor)
+
+
+def test_a_refusal_says_why_modules_are_not_in_slices() -> None:
+    training = Training(WIDE)
+    hooked = training.model.get_submodule("features.1")
+    hooked.register_forward_hook(lambda *_: None)
+    with (
+        belady.virtualize(training.models, int(needed("floor") * 0.4)),
+        pytest.raises(InfeasibleBudgetError) as caught,
+    ):
+        training.run(plain, range(3))
+    assert any("has hooks" in note for note in caught.value.__notes__)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from belady.eager.cutting import Cutting
+from belady.eager.key import Key
 from belady.eager.limits import foreseen, least_with_state, refuse_infeasible
 from belady.eager.ordering import Ordering
 from belady.errors import InfeasibleBudgetError
@@ -22,6 +24,8 @@ from belady.units import format_bytes
 _LOSS = "_log_softmax"
 # What has losses in slices: the others do as their papers say.
 _POLICIES = frozenset({"auto", "hybrid"})
+# Why modules are not in slices: of so many it is said.
+_REASONS = 3
 # The part of the budget from which on the logarithms of a loss matter.
 _MATTERS = 64
 # What a loss holds at its peak, in bytes of half-precision outputs: the logarithms, their gradient
@@ -33,6 +37,7 @@ _LOSSES = (
 )
 
 Call = tuple[Any, Any]
+Roots = Mapping[int, torch.nn.Module]
 
 
 class Admission:
@@ -54,9 +59,8 @@ class Admission:
         modules: list[torch.nn.Module],
     ) -> None:
         self._policy, self._hardware = policy, hardware
-        self._device = device
         self._modules = modules
-        self._cutting = Cutting(policy, hardware)
+        self._cutting = Cutting(policy, hardware, device)
         self._ordering = Ordering(policy, hardware)
         self._losses = Losses(device, policy.budget.device_bytes // _MATTERS)
         self._judged: Trace | None = None
@@ -73,11 +77,15 @@ class Admission:
         judged = self._judged
         return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
 
-    def is_cut(self, module: torch.nn.Module) -> bool:
-        """Whether modules of root ``module`` run in slices."""
-        return module in self._cutting
+    def is_cut(self, key: Key, module: torch.nn.Module) -> bool:
+        """Whether calls of a kind of root ``module`` run in slices."""
+        return self._cutting.is_cut(key, module)
 
-    def admit(self, module: torch.nn.Module, call: Call) -> None:
+    def holds(self, key: Key, module: torch.nn.Module) -> bool:
+        """Put in force what a call of a kind runs under; False if it must be judged first."""
+        return self._cutting.holds(key, module)
+
+    def admit(self, key: Key, module: torch.nn.Module, call: Call) -> None:
         """Refuse what cannot fit, unless it can in the coordinated order or in slices.
 
         What fits, but not beside the workspaces that a library will ask for, is cut too.
@@ -87,26 +95,34 @@ class Admission:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        if module in self._cutting:
-            # A trace without bytes is of the modules as they are; now the cap is the judge.
-            return
+        in_slices = module in self._cutting
+        self._cutting.begin(key, module)
         self._ordering.begin(self._modules)
         try:
             trace = self._judged = self._fitting(module, call)
+            refused = self._cutting.refusal(module)
+            if refused is not None:
+                raise refused
             if trace is not None:
-                self._cutting.make_room(module, call, self._device, trace)
+                self._cutting.make_room(key, module, call, trace)
         except InfeasibleBudgetError as error:
-            # The order comes first: it changes no bit.
-            refusal = self._ordering.answer(error, module, call)
+            # The order comes first: it changes no bit. But layers in slices run without.
+            refusal = error if in_slices else self._ordering.answer(error, module, call)
             if refusal is None:
                 return
             with self._ordering.given_up(module):
-                if not self._cutting.cut(module, call, self._device):
+                if not self._cutting.cut(key, module, call):
+                    for reason in self._cutting.refused[:_REASONS]:
+                        refusal.add_note(f"not in slices: {reason}")
                     raise refusal from None
 
-    def too_coarse(self, module: torch.nn.Module, trace: Trace) -> bool:
-        """Whether sections that were undone now did not do for ``trace``, as observed."""
-        return self._cutting.too_coarse(module, trace)
+    def too_coarse(self, roots: Roots, trace: Trace) -> int | None:
+        """The root whose sections did not do for ``trace``, as observed: they are forgotten now."""
+        return next((it for it in roots if self._cutting.too_coarse(roots[it], trace)), None)
+
+    def too_large(self, roots: Roots, trace: Trace, error: InfeasibleBudgetError) -> int | None:
+        """The root that is cut from now on, as it was observed whole and refused for it."""
+        return next((it for it in roots if self._cutting.too_large(roots[it], trace, error)), None)
 
     def close(self) -> None:
         """Let everything run as it did."""

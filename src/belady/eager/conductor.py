@@ -8,17 +8,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
-from belady.eager.admission import Admission
+from belady.eager.admission import Admission, Call
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
 from belady.eager.key import Key, parameters_of, walk
 from belady.eager.kinds import Kind, Planning
 from belady.eager.lasting import Gradients, settle_state
 from belady.eager.replay import Recipes
+from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Workspace
 from belady.ir.run import Run
@@ -117,7 +117,7 @@ class Conductor:
             with iteration.aside():
                 settle_state(optimizer, self._for_state.copy)
 
-    def start(self, key: Key, module: torch.nn.Module, call: tuple[Any, Any]) -> Iteration:
+    def start(self, key: Key, module: torch.nn.Module, call: Call) -> Iteration:
         """Begin an iteration whose first pass is of kind ``key``: ``module`` called with ``call``.
 
         Raises
@@ -127,9 +127,11 @@ class Conductor:
         ReplayError
             If an iteration before has used a wrong replay.
         """
+        if key in self._kinds and not self._admission.holds(key, module):
+            self._forget(key[0])
         kind = self._kinds.get(key)
         if kind is None:
-            self._admission.admit(module, call)
+            self._admission.admit(key, module, call)
             kind = self._kinds[key] = Kind()
             if len(self._kinds) > _KINDS:
                 self._kinds.pop(next(iter(self._kinds))).forget()
@@ -149,6 +151,23 @@ class Conductor:
         if kind.engine is not None:
             kind.engine.on_anchor = sample.tape.anchor if sample.tape is not None else None
         return iteration
+
+    def enter(self, of: Iteration, key: Key, module: torch.nn.Module, call: Call) -> None:
+        """A pass of kind ``key`` begins in an iteration.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If its root runs in slices, this kind of call is new, and no plan of it can fit.
+        """
+        if not self._admission.holds(key, module):
+            with of.aside():
+                self._admission.admit(key, module, call)
+
+    def _forget(self, root: int) -> None:
+        """A root is admitted anew, and observed as it is then; so is all that calls it."""
+        for key in [k for k, it in self._kinds.items() if root in it.roots or k[0] == root]:
+            self._kinds.pop(key).forget()
 
     def _hear_of(self, kind: Kind) -> None:
         """Demand that replays were right, where iterations of ``kind`` would not in time."""
@@ -250,20 +269,21 @@ class Conductor:
         passes, watched = tuple(iteration.passes), iteration.observation
         alike = kind.seen(alike=trace is not None and passes == kind.passes)
         if alike and trace is not None and watched is not None:
-            root = passes[0][0]
-            if self._admission.too_coarse(self._modules[root], trace):
-                # Admitted anew, in finer slices, and observed in them; so is all that calls it.
-                for key in [k for k, it in self._kinds.items() if root in it.roots or k[0] == root]:
-                    self._kinds.pop(key).forget()
+            roots = {key[0]: self._modules[key[0]] for key in passes}
+            again = self._admission.too_coarse(roots, trace)
+            if again is not None:
+                self._forget(again)
                 return
-            trials, recipes = watched.recorder.trials, Recipes()
-            if trials is not None:
-                owners, learner = watched.recorder.owners, trials.learner
-                known = learner.passes, learner.varying, kind.varying
-                recipes = Recipes(trials.recipes, owners, *known)
-            if any(self._admission.is_cut(self._modules[root]) for root, *_ in passes):
+            recipes = Recipes.of(watched.recorder, kind.varying)
+            if any(self._admission.is_cut(key, roots[key[0]]) for key in passes):
                 kind.numerics = ("sections",)
-            self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
+            try:
+                self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
+            except InfeasibleBudgetError as error:
+                again = self._admission.too_large(roots, trace, error)
+                if again is None:
+                    raise
+                self._forget(again)
         else:
             kind.passes, kind.warm = passes, trace
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,17 +13,15 @@ from torch._prims_common import suggest_memory_format
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
-from belady.errors import SectionError, TraceError
+from belady.eager.candidate import Call, Candidate, chains
+from belady.eager.key import Key, walk
+from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
-from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
 from belady.measure.static import trained_bytes
 from belady.planners.sectioning import Sectioning, Sections, over_budget, with_workspaces
-from belady.sections.allowed import reasons
-from belady.sections.stages import is_sequential
-from belady.sections.trial import trial
 from belady.sections.wrap import wrap
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
@@ -37,23 +34,31 @@ _WITH_TENSOR_CORES, _WITHOUT = (2.0, 0.0), (6.3, 8.3)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 _ROOM = (0.85, 1.0)
-# Slices in a trial at most: their samples are run as a whole too, where memory is scarce.
-_TRIED = 8
 # How often modules are cut anew where the iteration that was observed needs more than its static
 # trace said, and for how much less each time than what would have done.
 _ANEW, _LESS = 2, 0.98
-
-Call = tuple[Any, Any]
+# Kinds of calls of a root that are remembered.
+_KINDS = 64
 
 
 class Cutting:
-    """The sections in force."""
+    """The sections of each kind of call, and those in force.
 
-    def __init__(self, policy: Policy, hardware: HardwareProfile) -> None:
+    Attributes
+    ----------
+    refused
+        Why modules of the call judged last may not be cut, one sentence each.
+    """
+
+    def __init__(self, policy: Policy, hardware: HardwareProfile, device: torch.device) -> None:
+        self.refused: tuple[str, ...] = ()
         self._policy = policy
         self._hardware = hardware
-        self._undo: dict[nn.Module, Callable[[], None]] = {}
+        self._device = device
+        self._known: dict[nn.Module, dict[Key, _Decided]] = {}
+        self._undo: dict[nn.Module, _InForce] = {}
         self._said: dict[nn.Module, list[str]] = {}
+        self._must: dict[nn.Module, InfeasibleBudgetError] = {}
         self._anew = 0
         self._allowed = 1.0
 
@@ -63,19 +68,59 @@ class Cutting:
         return [sentence for sentences in self._said.values() for sentence in sentences]
 
     def __contains__(self, module: nn.Module) -> bool:
-        return module in self._undo
+        return any(it.sections for it in self._known.get(module, {}).values())
 
-    def cut(self, module: nn.Module, call: Call, device: torch.device) -> bool:
+    def is_cut(self, key: Key, module: nn.Module) -> bool:
+        """Whether calls of a kind run in slices."""
+        known = self._known.get(module, {}).get(key)
+        return known is not None and bool(known.sections)
+
+    def holds(self, key: Key, module: nn.Module) -> bool:
+        """Put in force what was decided for a call; False if that is not known, or no longer holds.
+
+        What may be cut in one kind of call (in eval mode, of so many samples) may not in another.
+        """
+        if module not in self:
+            return True
+        known = self._known[module].get(key)
+        if known is None or known.flags != _flags(module, known.sections):
+            return False
+        if known.sections != self._undo.get(module, _WHOLE).sections:
+            self._release(module)
+            self._wrap(module, known.sections)
+        return True
+
+    def begin(self, key: Key, module: nn.Module) -> None:
+        """Let the modules of a call that is to be judged run whole."""
+        self._release(module)
+        self.refused = ()
+        known = self._known.setdefault(module, {})
+        known[key] = _Decided((), ())
+        if len(known) > _KINDS:
+            known.pop(next(iter(known)))
+
+    def refusal(self, module: nn.Module) -> InfeasibleBudgetError | None:
+        """What was said of a call of ``module`` that fits by its static trace, but did not."""
+        return self._must.get(module)
+
+    def cut(self, key: Key, module: nn.Module, call: Call) -> bool:
         """Run modules of ``module`` in slices so that a call can fit; False if none will do.
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        found = _Call.of(module, call, device) if self._may_cut(module) else None
-        beside = dict.fromkeys((_workspace_share(module, call, device), 0.0))
-        return found is not None and any(self._cut(found, share, _COPIES) for share in beside)
+        found = Candidate.of(module, call, self._device) if self._may_cut() else None
+        if found is None:
+            return False
+        beside = dict.fromkeys((_workspace_share(module, call, self._device), 0.0))
+        if any(self._cut(key, found, share, _COPIES) for share in beside):
+            return True
+        self.refused = tuple(found.refused.values())
+        return False
 
-    def make_room(self, module: nn.Module, call: Call, device: torch.device, trace: Trace) -> None:
+    def make_room(self, key: Key, module: nn.Module, call: Call, trace: Trace) -> None:
         """Cut modules whose ops would fit, but not beside the workspaces of a library.
+
+        Nor beside what was seen to be there in an iteration that was cut anew for it.
 
         Parameters
         ----------
@@ -83,53 +128,75 @@ class Cutting:
             Static, of this call.
         """
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
-        share = min(_workspace_share(module, call, device), max(_WITH_TENSOR_CORES))
-        if not share or not self._may_cut(module):
+        share = min(_workspace_share(module, call, self._device), max(_WITH_TENSOR_CORES))
+        if not self._may_cut() or (not share and self._allowed == 1.0):
             return
-        asking = with_workspaces(trace, share)
-        if over_budget(asking, self._hardware, self._policy.budget) > 0:
-            found = _Call.of(module, call, device)
+        asking, budget = with_workspaces(trace, share), self._policy.budget
+        within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
+        if over_budget(asking, self._hardware, within) > 0:
+            found = Candidate.of(module, call, self._device)
             if found is not None:
-                self._cut(found, share, _COPIES[-1:])
-
-    def _may_cut(self, module: nn.Module) -> bool:
-        policy = self._policy
-        return not policy.exact and policy.name in POLICIES and module not in self._undo
-
-    def _cut(self, call: _Call, share: float, copies: Sequence[int]) -> bool:
-        sections = self._chosen(call, share, copies)
-        if not sections:
-            return False
-        self._undo[call.module] = wrap(call.module, sections)
-        self._said[call.module] = [_sentence(section) for section in sections]
-        return True
+                self._cut(key, found, share, _COPIES[-1:])
 
     def too_coarse(self, module: nn.Module, trace: Trace) -> bool:
-        """Undo the sections of ``module`` if they do not do; then `cut` cuts finer.
+        """Forget the sections of ``module`` if they do not do; then `cut` cuts finer.
 
         Parameters
         ----------
         trace
             As observed, with the workspaces and the optimizer's state that there are.
         """
-        if module not in self._undo or self._anew == _ANEW:
+        return module in self and self._anew_for(module, trace)
+
+    def too_large(self, module: nn.Module, trace: Trace, error: InfeasibleBudgetError) -> bool:
+        """Whether ``module``, observed whole and refused with ``error``, may be cut after all."""
+        if module in self or not self._may_cut() or not self._anew_for(module, trace):
             return False
-        over = over_budget(trace, self._hardware, self._policy.budget)
-        if over <= 0:
-            return False
-        self._anew += 1
-        budget = self._policy.budget.device_bytes
-        self._allowed *= _LESS * budget / (budget + over)
-        self._undo.pop(module)()
-        del self._said[module]
+        # A traceback keeps the frames of all callers, and with them the user's tensors.
+        self._must[module] = error.with_traceback(None)
         return True
 
     def close(self) -> None:
         """Let all modules run as they did."""
-        while self._undo:
-            self._undo.popitem()[1]()
+        for module in list(self._undo):
+            self._release(module)
+        # Nothing of belady's keeps a model alive.
+        self._known.clear()
+        self._must.clear()
 
-    def _chosen(self, call: _Call, share: float, copies: Sequence[int]) -> Sections | None:
+    def _may_cut(self) -> bool:
+        return not self._policy.exact and self._policy.name in POLICIES
+
+    def _anew_for(self, module: nn.Module, trace: Trace) -> bool:
+        over = over_budget(trace, self._hardware, self._policy.budget)
+        if over <= 0 or self._anew == _ANEW:
+            return False
+        self._anew += 1
+        budget = self._policy.budget.device_bytes
+        self._allowed *= _LESS * budget / (budget + over)
+        self._release(module)
+        self._known.pop(module, None)
+        self._said.pop(module, None)
+        return True
+
+    def _cut(self, key: Key, call: Candidate, share: float, copies: Sequence[int]) -> bool:
+        sections = self._chosen(call, share, copies)
+        if not sections:
+            return False
+        module = call.module
+        self._known.setdefault(module, {})[key] = _Decided(sections, _flags(module, sections))
+        self._said[module] = [_sentence(section) for section in sections]
+        self._wrap(module, sections)
+        return True
+
+    def _wrap(self, module: nn.Module, sections: Sections) -> None:
+        if sections:
+            self._undo[module] = _InForce(sections, wrap(module, sections))
+
+    def _release(self, module: nn.Module) -> None:
+        self._undo.pop(module, _WHOLE).undo()
+
+    def _chosen(self, call: Candidate, share: float, copies: Sequence[int]) -> Sections | None:
         """Sections beside the most copies of what is trained that leave room for any."""
         asking, budget = with_workspaces(call.trace, share), self._policy.budget
         search = Sectioning(asking, self._hardware, budget, chains(call.module), call.may_cut)
@@ -145,56 +212,30 @@ class Cutting:
         return None
 
 
-class _Call:
-    """A call of a root, traced with its batch, and which of its modules may be cut."""
+class _Decided(NamedTuple):
+    """Sections of a kind of call, none if it runs whole, and the flags they were tried under."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        trace: Trace,
-        inputs: dict[nn.Module, _Input],
-        device: torch.device,
-    ) -> None:
-        self.module = module
-        self.trace = trace
-        self._inputs = inputs
-        self._device = device
-        self._known: dict[tuple[str, ...], bool] = {}
+    sections: Sections
+    flags: tuple[object, ...]
 
-    @classmethod
-    def of(cls, module: nn.Module, call: Call, device: torch.device) -> _Call | None:
-        """Trace a call; None if only running it can tell."""
-        inputs: dict[nn.Module, _Input] = {}
-        try:
-            with _noting_inputs(module, inputs):
-                trace = static_trace_with_batch(module, call, device)
-        except TraceError:
-            return None
-        return cls(module, trace, inputs, device)
 
-    def may_cut(self, section: Section) -> bool:
-        """Whether the modules of a section may run in slices, as a trial of them shows."""
-        if section.modules not in self._known:
-            self._known[section.modules] = self._try(section)
-        return self._known[section.modules]
+class _InForce(NamedTuple):
+    sections: Sections
+    undo: Callable[[], None]
 
-    def _try(self, section: Section) -> bool:
-        model = self.module
-        taken = self._inputs.get(model.get_submodule(section.modules[0]))
-        owner = model.get_submodule(section.modules[0].rpartition(".")[0])
-        if len(section.modules) > 1 and owner not in self._inputs:
-            # Its children are called one by one, and nothing would be cut.
-            return False
-        if taken is None or not taken.dtype.is_floating_point:
-            return False
-        if reasons(model, section, self.trace):
-            return False
-        few = replace(section, slices=min(section.slices, _TRIED))
-        try:
-            trial(model, few, taken.sample(2 * few.slices, self._device))
-        except (SectionError, torch.OutOfMemoryError):
-            return False
-        return True
+
+_WHOLE = _InForce((), lambda: None)
+
+
+def _flags(model: nn.Module, sections: Sections) -> tuple[object, ...]:
+    """Attributes of the modules in sections by which code goes one way or another."""
+    tops = (model.get_submodule(name) for section in sections for name in section.modules)
+    return tuple(
+        value
+        for module in walk(tops)
+        for value in vars(module).values()
+        if type(value) is bool or type(value) is str
+    )
 
 
 def _workspace_share(module: nn.Module, call: Call, device: torch.device) -> float:
@@ -215,56 +256,6 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() not in (4, 5):
         return False
     return suggest_memory_format(tensor) is not torch.contiguous_format
-
-
-def chains(model: nn.Module) -> list[tuple[str, ...]]:
-    """Paths of the children of every Sequential in ``model``, then of others, innermost first.
-
-    The empty path stands for ``model`` itself.
-    """
-    found = []
-    for name, module in model.named_modules():
-        if is_sequential(module):
-            prefix = f"{name}." if name else ""
-            found.append(tuple(f"{prefix}{child}" for child, _ in module.named_children()))
-    chained = {name for chain in found for name in chain}
-    alone = [name for name, _ in model.named_modules() if name and name not in chained]
-    alone.sort(key=lambda name: -name.count("."))
-    return found + [(name,) for name in (*alone, "")]
-
-
-class _Input(NamedTuple):
-    """What a tensor is like; the tensor would live on, which the trace would show."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def sample(self, count: int, device: torch.device) -> torch.Tensor:
-        """A few samples, of numbers that no generator is asked for."""
-        shape = (min(self.shape[0], count), *self.shape[1:])
-        ramp = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device=device)
-        numbers = ramp.mul_(0.7).sin_().view(shape).to(self.dtype)
-        return numbers.requires_grad_(self.requires_grad)
-
-
-@contextmanager
-def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[None]:
-    """Take down what each module is called with first, if that is one tensor."""
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if len(args) == 1 and not kwargs else None
-        if module not in into and isinstance(given, torch.Tensor) and given.dim():
-            into[module] = _Input(given.shape, given.dtype, given.requires_grad)
-
-    handles = [
-        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _sentence(section: Section) -> str:

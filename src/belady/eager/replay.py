@@ -21,6 +21,7 @@ from belady.ir.plan import Plan, Recompute
 from belady.ir.trace import Trace
 from belady.measure.calls import Call, Follower
 from belady.measure.recipes import Operand, Recipe
+from belady.measure.recorder import Recorder
 from belady.memory.geometry import Geometry, content_of, unseen
 from belady.memory.lanes import current_stream
 
@@ -47,6 +48,14 @@ class Recipes:
     calls: list[list[Call]] = field(default_factory=list)
     expected: frozenset[tuple[int, int]] = frozenset()
     varying: set[tuple[int, int]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, recorder: Recorder, varying: set[tuple[int, int]]) -> Recipes:
+        """Those of the iteration that ``recorder`` has watched, if it tried any."""
+        if recorder.trials is None:
+            return cls()
+        known = recorder.trials.learner
+        return cls(recorder.trials.recipes, recorder.owners, known.passes, known.varying, varying)
 
     def follower(self) -> Follower | None:
         """Compares the calls of later iterations, where those observed are known."""

@@ -126,17 +126,27 @@ class Tracker:
             self._finish()
         if self._iteration is None:
             self._thread = threading.get_ident()
-            # A new kind is traced by calling the module on tensors without bytes.
-            self._preparing = True
-            try:
+            with self._by_itself():
                 self._iteration = conductor.start(key, module, call)
-            finally:
-                self._preparing = False
             observation = self._iteration.observation
             if observation is not None and not self._whole:
                 observation.on_interrupted = _Hook(self, "_abort")
+        with self._by_itself():
+            conductor.enter(self._iteration, key, module, call)
         self._inside = module
         self._iteration.enter(key, module, call)
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """A new kind is traced by calling the module on tensors without bytes."""
+        self._preparing = True
+        try:
+            yield
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            self._preparing = False
 
     def call(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a call of root ``module`` that is under way and whose hooks were not there yet."""

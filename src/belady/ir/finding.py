@@ -174,10 +174,9 @@ class _Search:
         if self.trace.ops[at].forward_op is not None:
             return False
         ops = self.trace.ops
-        sides = range(at, -1, -1), range(at, len(ops))
         origins = (
             next((found for it in side if (found := ops[it].forward_op) is not None), -1)
-            for side in sides
+            for side in (range(at, -1, -1), range(at, len(ops)))
         )
         return all(origin in inside for origin in origins)
 
@@ -284,13 +283,14 @@ class _Search:
 
     def samples(self, given: int) -> int:
         trace, own = self.trace, set(self.forward)
-        born = {trace.values[given].storage}
-        born.update(trace.values[value].storage for value in self.born_in(self.forward))
-        born -= self._made_without(given)
+        born = {trace.values[value].storage for value in (given, *self.born_in(self.forward))}
+        # Without bytes is what a batch norm of stated statistics saves.
+        moving = {i for i, it in enumerate(trace.storages) if it.nbytes and not it.persistent}
+        found = born & moving - self._made_without(given)
         sizes = {
             save.shape[0]
             for value in trace.values
-            if value.storage in born and not trace.storages[value.storage].persistent
+            if value.storage in found
             for save in value.saves
             if save.op in own and (save.as_input or save.op not in self.norms) and save.shape
             if FOLDED not in trace.ops[save.op].batch_dims

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 # In `Op.batch_dims`: the batch is in the first dimension, and so is something else.
 FOLDED = -1
+# It grows with the batch, but no one dimension does by a row a sample.
+SPREAD = -2
 
 
 class Phase(StrEnum):
@@ -68,7 +70,8 @@ class Op:
         Ids of values.
     batch_dims
         For each tensor operand, the dimension that carries the batch; `FOLDED` where this is the
-        first, with several rows a sample (tokens); None where there is none.
+        first, with several rows a sample (tokens), `SPREAD` where more is in it than one dimension
+        shows; None where nothing of the batch is in it.
     forward_op
         For a backward op, the index of the forward op that it differentiates.
     algorithms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from belady.ir.finding import forward_ops
-from belady.ir.ops import FOLDED, Op
+from belady.ir.ops import FOLDED, SPREAD, Op, Phase
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
 
@@ -51,6 +51,9 @@ _APART = (
         for name in names.split()
     )
 )
+# Of an operand without a dimension that is the batch's.
+_UNNAMED = frozenset({None, SPREAD})
+_GIVEN_BACK = "gives each sample back what backward has summed up over all"
 _NORMS = frozenset(
     {
         "native_batch_norm",
@@ -74,12 +77,11 @@ def mixing(trace: Trace, section: Section) -> tuple[str, ...]:
     tuple
         Empty if every op is known to act on each sample by itself, or is a batch norm.
     """
-    found = [
-        f"{trace.locate(at)} {reason}"
-        for index in range(len(trace.roots))
-        for at, reason in _reasons(trace, forward_ops(trace, section, index))
-    ]
-    return tuple(found)
+    passes = [forward_ops(trace, section, index) for index in range(len(trace.roots))]
+    found = [(at, reason) for ops in passes for at, reason in _reasons(trace, ops)]
+    if not found:
+        found = [(at, _GIVEN_BACK) for ops in passes for at in _given_back(trace, ops)]
+    return tuple(f"{trace.locate(at)} {reason}" for at, reason in found)
 
 
 def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
@@ -107,6 +109,33 @@ def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
             yield at, reason
 
 
+def _given_back(trace: Trace, forward: tuple[int, ...]) -> Iterator[int]:
+    """Backward ops that read a sum over the samples beside what has them.
+
+    What slices sum up are gradients of parameters, which nothing of a sample depends on. A gradient
+    that is clipped by its norm (a hook, a function of the user's) would be, slice by slice.
+    """
+    inside = set(forward)
+    ops = [at for at, op in enumerate(trace.ops) if op.forward_op in inside]
+    backward = range(ops[0], ops[-1] + 1) if ops else ()
+    summed: set[int] = set()
+    for at in backward:
+        op = trace.ops[at]
+        if op.phase is not Phase.BACKWARD:
+            continue
+        if len(op.batch_dims) == len(op.reads):
+            whole = {
+                value for value, dim in zip(op.reads, op.batch_dims, strict=True) if dim is None
+            }
+        else:
+            whole = set(op.reads) if None in op.batch_dims else set()
+        samples = any(dim is not None for dim in op.batch_dims)
+        if samples and whole & summed:
+            yield at
+        if samples or summed.intersection(op.reads):
+            summed.update(op.writes)
+
+
 def _name(op: Op) -> str:
     return op.name.removeprefix("aten.").split(".")[0]
 
@@ -123,7 +152,7 @@ def _reason(op: Op, dependent: bool, samples: list[bool]) -> str:
         return "is not known to act on each sample by itself"
     if not op.batch_dims:
         return "has operands whose batch dimension is not known"
-    dims = set(op.batch_dims) - {None}
+    dims = set(op.batch_dims) - _UNNAMED
     if dims == {FOLDED}:
         if name not in _ROW_BY_ROW | _DRAWS:
             return "is not known to act on each row by itself, and a sample has several"
@@ -132,7 +161,7 @@ def _reason(op: Op, dependent: bool, samples: list[bool]) -> str:
     # One dimension for each operand, in order; a value read twice stands once among the reads.
     known = zip(samples, op.batch_dims, strict=False)
     if len(op.batch_dims) != len(samples):
-        whole = None in op.batch_dims
+        whole = not _UNNAMED.isdisjoint(op.batch_dims)
     else:
-        whole = any(carries and dim is None for carries, dim in known)
+        whole = any(carries and dim in _UNNAMED for carries, dim in known)
     return "reads what comes from all samples, or has no dimension of the batch" if whole else ""

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from belady.errors import TraceError
-from belady.ir.ops import FOLDED
+from belady.ir.ops import FOLDED, SPREAD
 from belady.ir.trace import Trace
 from belady.measure.static import record, static_document
 
@@ -61,7 +61,8 @@ def with_batch_dims(trace: Trace, shapes: Shapes, larger: Shapes, samples: int) 
     -------
     Trace
         With ``Op.batch_dims``: the dimension that has and grew by a row a sample, `FOLDED` where
-        the first does by several, or None where there is no single such dimension (a parameter).
+        the first does by several, `SPREAD` where it grew otherwise, or None where it did not (a
+        parameter).
     """
     ops = (
         replace(
@@ -74,13 +75,12 @@ def with_batch_dims(trace: Trace, shapes: Shapes, larger: Shapes, samples: int) 
 
 
 def _grown(before: tuple[int, ...], after: tuple[int, ...], samples: int) -> int | None:
+    if before == after:
+        return None
     if len(before) != len(after):
-        return None
+        return SPREAD
     changed = [dim for dim, size in enumerate(before) if after[dim] != size]
-    if len(changed) != 1:
-        return None
-    (dim,) = changed
-    rows = after[dim] - before[dim]
-    if before[dim] != rows * samples:
-        return None
-    return dim if rows == 1 else None if dim else FOLDED
+    rows = after[changed[0]] - before[changed[0]]
+    if len(changed) > 1 or before[changed[0]] != rows * samples:
+        return SPREAD
+    return changed[0] if rows == 1 else SPREAD if changed[0] else FOLDED

@@ -220,8 +220,10 @@ class Sectioning:
                 stretches = []
             samples = min((sum(it.sizes) for it in stretches), default=0)
             ops = sum(len(it.forward) + len(it.backward) for it in stretches)
+            # Of few samples each can be a slice.
+            counts = {min(it, samples) for it in _SLICES}
             self._counts[modules] = tuple(
-                it for it in _SLICES if it <= samples and it * ops <= _OPS
+                sorted(it for it in counts if it > 1 and it * ops <= _OPS)
             )
         return self._counts[modules]
 

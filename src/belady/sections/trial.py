@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,19 @@ TOLERANCES = {
     torch.bfloat16: 1e-1,
 }
 _TF32 = 1e-2
-# Of each slice: enough to see what mixes them, few enough to fit where the batch does not.
+# What is smaller, beside the largest number of all, is as good as zero: what a norm makes of a bias
+# before it is rounding alone.
+_NOTHING = 1e-3
+# Beyond this tolerance a wrong gradient can pass for rounding.
+_COARSE = 1e-3
+# Of each slice: enough to see what mixes them, few enough to fit where the batch does not. The last
+# slice has one, as slices of a small batch have, which some code takes for no batch.
 _SAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Largest differences, each beside the largest number of its kind.
+    """Largest differences, each beside the largest number of its tensor.
 
     Attributes
     ----------
@@ -59,7 +65,8 @@ def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
     """Run the first samples of ``given`` through a section, whole and in slices, and compare.
 
     Where more differs than rounding explains, they run again in float64, and that counts: many
-    batch norms one after another magnify what rounding does to a few samples.
+    batch norms one after another magnify what rounding does to a few samples. So they do where
+    rounding is so coarse (halves, tf32) that it would explain nearly anything.
 
     Parameters, buffers, ``.grad``, random state and attributes are as before. Tensor hooks on
     parameters run.
@@ -67,16 +74,17 @@ def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
     Parameters
     ----------
     given
-        What the first module of the section was called with; two samples a slice are used.
+        What the first module of the section was called with; two samples a slice are used, and one
+        of the last.
 
     Raises
     ------
     SectionError
-        If outputs, gradients or buffers differ by more than rounding explains, or the section
-        refuses to run.
+        If outputs, gradients or buffers differ by more than rounding explains, modules keep
+        something of a call, or the section refuses to run.
     """
     owner, stretch = locate(model, section, StandIns())
-    few = given.detach()[: _SAMPLES * section.slices]
+    few = _few(given, section.slices)
     if len(few) < section.slices:
         raise SectionError(
             f"{stretch.name}: {len(few)} samples cannot be tried in {section.slices} slices"
@@ -84,7 +92,11 @@ def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
     modules = modules_in(stretch.line(owner))
     found = _compared(owner, stretch, few, given.requires_grad)
     if found.passes:
-        return found
+        if found.tolerance <= _COARSE:
+            return found
+        # Numbers of twice to four times the size: for as few samples as show the rest.
+        stretch = replace(stretch, slices=2)
+        few = _few(given, 2)
     with _in_double(modules), torch.autocast(few.device.type, enabled=False):
         # Where a network magnifies rounding, only rounding is less in double.
         exact = _compared(owner, stretch, few.double(), given.requires_grad)
@@ -94,6 +106,10 @@ def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
         f"{stretch.name} cannot run in slices: {found} when it was tried on {len(few)} samples, "
         f"and {exact} in float64"
     )
+
+
+def _few(given: Tensor, slices: int) -> Tensor:
+    return given.detach()[: _SAMPLES * slices - 1]
 
 
 def _compared(owner: nn.Module, stretch: Stretch, few: Tensor, needs_gradient: bool) -> Trial:
@@ -106,7 +122,7 @@ def _compared(owner: nn.Module, stretch: Stretch, few: Tensor, needs_gradient: b
     ]
 
     def once(run: Callable[[Tensor], Tensor]) -> list[list[Tensor | None]]:
-        with _restored(modules, few), torch.enable_grad():
+        with _restored(stretch.name, modules, few), torch.enable_grad():
             x = few.clone().requires_grad_(needs_gradient)
             result = run(x)
             wanted = [*([x] if x.requires_grad else []), *dict.fromkeys(parameters)]
@@ -143,16 +159,39 @@ def _in_double(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _restored(modules: Sequence[nn.Module], few: Tensor) -> Iterator[None]:
+def _restored(name: str, modules: Sequence[nn.Module], few: Tensor) -> Iterator[None]:
     saved = [(buffer, buffer.clone()) for buffer in _buffers(modules)]
     # Not a Sequential of them: it would register them, and they are many levels deep already.
     try:
-        with untouched(nn.ModuleList(modules), ((few,), {}), few.device):
+        with untouched(nn.ModuleList(modules), ((few,), {}), few.device) as containers:
+            found = [container.copy() for container in containers]
             yield
+            for container, items in zip(containers, found, strict=True):
+                _refuse_changed(name, container, items)
     finally:
         for buffer, before in saved:
             # Graphs of the user's that saved it do not notice.
             buffer.data.copy_(before)
+
+
+def _refuse_changed(name: str, container: Any, was: Any) -> None:
+    """Each slice would change it again, and whoever reads it would have that of the last one."""
+    if isinstance(was, dict):
+        keys, missing = dict.fromkeys((*was, *container)), object()
+        changed = [f"{it!r}" for it in keys if not _same(container.get(it, missing), was.get(it))]
+    else:
+        same = len(container) == len(was) and all(map(_same, container, was))
+        changed = [] if same else ["an item of a list or set"]
+    if changed:
+        raise SectionError(
+            f"{name} cannot run in slices: its forward changes {changed[0]} among the attributes "
+            "of a module, which would be that of the last slice"
+        )
+
+
+def _same(one: object, other: object) -> bool:
+    plain = (bool, int, float, str)
+    return one is other or (type(one) is type(other) in plain and one == other)
 
 
 def _buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -174,17 +213,19 @@ def _tensor(result: object) -> Tensor:
 
 
 def _difference(whole: list[Tensor | None], cut: list[Tensor | None]) -> float:
-    largest, difference = 0.0, 0.0
+    """Largest difference of any tensor beside its own largest number; NaN and infinity stay."""
+    pairs = []
     for one, other in zip(whole, cut, strict=True):
         if one is None or other is None or one.shape != other.shape:
             if one is not other:
                 return float("inf")
-            continue
-        if one.numel():
-            largest = max(largest, one.double().abs().max().item())
+        elif one.numel():
             gap = (one.double() - other.double()).abs().max().item()
-            difference = gap if gap != gap else max(difference, gap)
-    return difference / largest if largest else difference
+            pairs.append((gap, one.double().abs().max().item()))
+    least = _NOTHING * max((largest for _, largest in pairs), default=0.0)
+    # Beside nothing, any difference is one.
+    found = [gap / (max(largest, least) or gap) if gap else 0.0 for gap, largest in pairs]
+    return next((it for it in found if it != it), max(found, default=0.0))
 
 
 def _tolerance(results: list[list[Tensor | None]], few: Tensor) -> float:

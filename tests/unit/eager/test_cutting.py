@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from belady.eager import cutting
+from belady.eager import candidate, cutting
 from belady.eager.cutting import Cutting
 from belady.ir.plan import Budget
 from belady.measure.batch import static_trace_with_batch
@@ -23,6 +23,7 @@ def deep() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), *layers)
 
 
+KEY = (0,)
 CALL = ((torch.rand(32, 3, 32, 32),), {})
 
 
@@ -37,8 +38,8 @@ def counts(parts: Cutting) -> list[int]:
 
 def slices(budget: int) -> list[int]:
     model = deep()
-    parts = Cutting(Policy("auto", Budget(budget)), gpu())
-    assert parts.cut(model, CALL, CPU)
+    parts = Cutting(Policy("auto", Budget(budget)), gpu(), CPU)
+    assert parts.cut(KEY, model, CALL)
     assert model in parts
     parts.close()
     return counts(parts)
@@ -59,23 +60,23 @@ def test_where_there_is_no_such_room_what_fits_will_do(monkeypatch: pytest.Monke
 
 
 def test_nothing_that_cannot_be_helped_is_cut() -> None:
-    assert not Cutting(Policy("auto", Budget(1 << 10)), gpu()).cut(deep(), CALL, CPU)
+    assert not Cutting(Policy("auto", Budget(1 << 10)), gpu(), CPU).cut(KEY, deep(), CALL)
 
 
 @pytest.mark.parametrize(
     "policy", [Policy("auto", Budget(1 << 20), exact=True), Policy("lifetime", Budget(1 << 20))]
 )
 def test_who_must_not_or_does_not_cut(policy: Policy) -> None:
-    assert not Cutting(policy, gpu()).cut(deep(), CALL, CPU)
+    assert not Cutting(policy, gpu(), CPU).cut(KEY, deep(), CALL)
 
 
 def test_what_does_not_fit_when_it_is_tried_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     def scarce(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(cutting, "trial", scarce)
-    parts = Cutting(Policy("auto", Budget(int(0.95 * floor(deep())))), gpu())
-    assert not parts.cut(deep(), CALL, CPU)
+    monkeypatch.setattr(candidate, "trial", scarce)
+    parts = Cutting(Policy("auto", Budget(int(0.95 * floor(deep())))), gpu(), CPU)
+    assert not parts.cut(KEY, deep(), CALL)
     assert parts.said == []
 
 
@@ -86,11 +87,11 @@ def test_room_is_made_beside_workspaces_where_they_would_not_fit(
     monkeypatch.setattr(cutting, "_workspace_share", lambda *_: share)
     model = deep()
     trace = static_trace_with_batch(model, CALL, CPU)
-    parts = Cutting(Policy("auto", Budget(int(1.1 * floor(model)))), gpu())
-    parts.make_room(model, CALL, CPU, trace)
+    parts = Cutting(Policy("auto", Budget(int(1.1 * floor(model)))), gpu(), CPU)
+    parts.make_room(KEY, model, CALL, trace)
     assert (model in parts) == cut
-    roomy = Cutting(Policy("auto", Budget(10 * floor(deep()))), gpu())
-    roomy.make_room(deep(), CALL, CPU, trace)
+    roomy = Cutting(Policy("auto", Budget(10 * floor(deep()))), gpu(), CPU)
+    roomy.make_room(KEY, deep(), CALL, trace)
     assert roomy.said == []
 
 
@@ -122,27 +123,27 @@ def test_the_workspace_that_may_be_asked_for_is_that_of_the_format(
 
 def test_what_needs_more_than_foretold_is_cut_finer() -> None:
     model = deep()
-    parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu())
-    assert parts.cut(model, CALL, CPU)
+    parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu(), CPU)
+    assert parts.cut(KEY, model, CALL)
     coarse = parts.said
     observed = with_workspaces(static_trace_with_batch(deep(), CALL, CPU), 0.5)
     assert parts.too_coarse(model, observed)
     assert model not in parts
     assert parts.said == []
-    assert parts.cut(model, CALL, CPU)
+    assert parts.cut(KEY, model, CALL)
     assert parts.said not in ([], coarse)
     # Not for ever: at last a policy has to make do.
     assert parts.too_coarse(model, observed)
-    assert parts.cut(model, CALL, CPU)
+    assert parts.cut(KEY, model, CALL)
     assert not parts.too_coarse(model, observed)
 
 
 def test_what_fits_as_foretold_or_is_not_cut_stays_as_it_is() -> None:
     model = deep()
     trace = static_trace_with_batch(model, CALL, CPU)
-    parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu())
+    parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu(), CPU)
     assert not parts.too_coarse(model, trace)
-    assert parts.cut(model, CALL, CPU)
+    assert parts.cut(KEY, model, CALL)
     small = static_trace_with_batch(deep(), ((torch.rand(2, 3, 32, 32),), {}), CPU)
     assert not parts.too_coarse(model, small)
     assert model in parts

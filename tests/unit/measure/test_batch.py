@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from belady.ir.ops import FOLDED
+from belady.ir.ops import FOLDED, SPREAD
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.static import static_trace
@@ -33,7 +33,7 @@ def test_a_batch_folded_into_rows_is_told_from_one_dimension() -> None:
     trace = traced(Block(16, 2), torch.rand(2, 5, 16))
     assert trace.ops[ops_named(trace, "addmm.default")[0]].batch_dims == (None, FOLDED, None)
     # The weight's gradient contracts over the rows, which stand last.
-    assert (None, FOLDED) in {
+    assert (SPREAD, FOLDED) in {
         trace.ops[index].batch_dims for index in ops_named(trace, "mm.default")
     }
     norms = ops_named(trace, "native_layer_norm.default")

@@ -121,3 +121,35 @@ def test_a_trace_without_batch_dimensions_allows_nothing() -> None:
     trace = static_trace(model, ((torch.randn(6, 4),), {}), CPU)
     assert "not known" in reasons(model, children(range(2), 2), trace)[0]
     wrap(model, [children(range(2), 2)])()
+
+
+class _Clips(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * (1e4 / gradient.norm()).clamp(max=1.0)
+
+
+def _hooked(x: Tensor) -> Tensor:
+    made = x * 1.0
+    made.register_hook(lambda gradient: gradient * (1e4 / gradient.norm()).clamp(max=1.0))
+    return made
+
+
+@pytest.mark.parametrize("function", [_Clips.apply, _hooked])
+def test_a_gradient_that_is_clipped_by_the_norm_of_all_is_seen(
+    function: Callable[[Tensor], Any],
+) -> None:
+    reasons = found(around(function), children(range(3), 2), torch.randn(6, 4))
+    assert reasons
+    assert "gives each sample back" in reasons[0]
+
+
+def test_batch_norms_of_stated_statistics_may_be_cut() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), nn.ReLU())
+    x = torch.randn(6, 3, 8, 8)
+    assert found(model, children(range(3), 3), x) == ()
+    assert_same_in_sections(model, x, children(range(3), 3))

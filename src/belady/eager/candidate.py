@@ -1,0 +1,143 @@
+"""Which modules of a call may run in slices: by its trace, and by trials of the modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from belady.errors import SectionError, TraceError
+from belady.ir.plan import Section
+from belady.ir.trace import Trace
+from belady.measure.batch import static_trace_with_batch
+from belady.sections.allowed import reasons
+from belady.sections.stages import is_sequential
+from belady.sections.trial import trial
+
+# Slices in a trial at most: their samples are run as a whole too, where memory is scarce.
+_TRIED = 8
+
+Call = tuple[Any, Any]
+
+
+class Candidate:
+    """A call of a root, traced with its batch, and which of its modules may be cut.
+
+    Attributes
+    ----------
+    module, trace
+        The root, and its static trace with batch dimensions.
+    refused
+        Why what was asked about may not be cut, by the first module of it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace: Trace,
+        inputs: dict[nn.Module, _Input],
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.trace = trace
+        self._inputs = inputs
+        self._device = device
+        self.refused: dict[str, str] = {}
+        self._known: dict[tuple[str, ...], bool] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module, call: Call, device: torch.device) -> Candidate | None:
+        """Trace a call; None if only running it can tell."""
+        inputs: dict[nn.Module, _Input] = {}
+        try:
+            with _noting_inputs(module, inputs):
+                trace = static_trace_with_batch(module, call, device)
+        except TraceError:
+            return None
+        return cls(module, trace, inputs, device)
+
+    def may_cut(self, section: Section) -> bool:
+        """Whether the modules of a section may run in slices, as a trial of them shows."""
+        if section.modules not in self._known:
+            reason = self._reason(section)
+            if reason:
+                self.refused.setdefault(section.modules[0], reason)
+            self._known[section.modules] = not reason
+        return self._known[section.modules]
+
+    def _reason(self, section: Section) -> str:
+        """Why not; empty if it may."""
+        model, name = self.module, section.modules[0] or "the model"
+        taken = self._inputs.get(model.get_submodule(section.modules[0]))
+        owner = model.get_submodule(section.modules[0].rpartition(".")[0])
+        if len(section.modules) > 1 and owner not in self._inputs:
+            return f"{name} and those after it are called one by one"
+        if taken is None or not taken.dtype.is_floating_point:
+            return f"{name} is not called with one tensor of floating-point numbers"
+        found = reasons(model, section, self.trace)
+        return found[0] if found else self._failure(section, taken)
+
+    def _failure(self, section: Section, taken: _Input) -> str:
+        few = replace(section, slices=min(section.slices, _TRIED))
+        try:
+            trial(self.module, few, taken.sample(2 * few.slices, self._device))
+        except SectionError as error:
+            return str(error)
+        # The user's code runs on few samples and made-up numbers, as it never did before.
+        except Exception as error:
+            return f"it could not be tried: {type(error).__name__}: {error}"
+        return ""
+
+
+def chains(model: nn.Module) -> list[tuple[str, ...]]:
+    """Paths of the children of every Sequential in ``model``, then of others, innermost first.
+
+    The empty path stands for ``model`` itself.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if is_sequential(module):
+            prefix = f"{name}." if name else ""
+            found.append(tuple(f"{prefix}{child}" for child, _ in module.named_children()))
+    chained = {name for chain in found for name in chain}
+    alone = [name for name, _ in model.named_modules() if name and name not in chained]
+    alone.sort(key=lambda name: -name.count("."))
+    return found + [(name,) for name in (*alone, "")]
+
+
+class _Input(NamedTuple):
+    """What a tensor is like; the tensor would live on, which the trace would show."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def sample(self, count: int, device: torch.device) -> torch.Tensor:
+        """A few samples, of numbers that no generator is asked for."""
+        shape = (min(self.shape[0], count), *self.shape[1:])
+        ramp = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device=device)
+        numbers = ramp.mul_(0.7).sin_().view(shape).to(self.dtype)
+        return numbers.requires_grad_(self.requires_grad)
+
+
+@contextmanager
+def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[None]:
+    """Take down what each module is called with first, if that is one tensor."""
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if module not in into and isinstance(given, torch.Tensor) and given.dim():
+            into[module] = _Input(given.shape, given.dtype, given.requires_grad)
+
+    handles = [
+        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
