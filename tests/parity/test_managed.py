@@ -129,7 +129,7 @@ def test_a_cpu_trains_as_long_as_everything_fits(policy: str) -> None:
         pytest.raises(InfeasibleBudgetError) as refused,
     ):
         training.run(plain, [0])
-    assert "has no managed memory, which CUDA alone has" in refused.value.__notes__[0]
+    assert "is a CPU, and managed memory takes a CUDA device" in refused.value.__notes__[0]
 
 
 @pytest.mark.parametrize("engine", ["graph", "inductor", "auto"])

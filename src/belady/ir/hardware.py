@@ -140,7 +140,7 @@ class HardwareProfile:
     settings
         Allocator and library settings under which it was measured, as ``(name, value)``.
     managed
-        Managed memory, which CUDA alone has; None where there is none.
+        Managed memory, which CUDA alone has; None where the probe found none, or was not asked.
     """
 
     name: str
@@ -175,6 +175,16 @@ class HardwareProfile:
     def _links_by_ends(self) -> dict[tuple[Tier, Tier], Link]:
         # Of two with the same ends the first.
         return {(link.source, link.target): link for link in reversed(self.links)}
+
+    @property
+    def no_managed(self) -> str:
+        """Why nothing may move in managed memory where ``managed`` is None, as a clause."""
+        if self.device == "cpu":
+            return f"machine {self.name!r} is a CPU, and managed memory takes a CUDA device"
+        return (
+            f"the profile of machine {self.name!r} has no links of managed memory, which the probe "
+            "measures on a CUDA device that may share it with the host (concurrentManagedAccess)"
+        )
 
     def memory_seconds(self, nbytes: int) -> float:
         """Seconds in which the device reads or writes ``nbytes`` of its own; 0 where unknown."""

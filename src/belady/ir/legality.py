@@ -141,11 +141,7 @@ def _unreachable(hardware: HardwareProfile, plan: Plan) -> Iterator[Problem]:
         if isinstance(decision, Offload):
             users.setdefault(decision.tier, value)
         elif isinstance(decision, Managed) and hardware.managed is None:
-            yield Problem(
-                f"value {value}: machine {hardware.name!r} has no managed memory, which takes a "
-                "CUDA device that may share it with the host (concurrentManagedAccess)",
-                value=value,
-            )
+            yield Problem(f"value {value}: {hardware.no_managed}", value=value)
             return
     for tier, value in users.items():
         if tier is Tier.DEVICE:

@@ -94,11 +94,10 @@ class Ocdnn:
         if made is not None:
             return made
         if hardware.managed is None:
-            why = f"machine {hardware.name!r} has no managed memory, which CUDA alone has"
             try:
                 return finish(case, kept)
             except InfeasibleBudgetError as error:
-                error.add_note(f"policy {self.name!r} moves nothing here: {why}")
+                error.add_note(f"policy {self.name!r} moves nothing here: {hardware.no_managed}")
                 raise
         least = self._least(case, planner)
         # Blocks have memory of their own, so moving can take more of it than keeping.

@@ -92,13 +92,13 @@ def ways(hardware: HardwareProfile, decision: Decision) -> tuple[list[tuple[Lane
     Raises
     ------
     TierError
-        If the machine lacks a link of the route, or managed memory.
+        If the machine lacks a link of the route, or its profile those of managed memory.
     """
     if not isinstance(decision, Managed):
         return routes(hardware, decision.tier if isinstance(decision, Offload) else Tier.DEVICE)
     links = hardware.managed
     if links is None:
-        raise TierError(f"machine {hardware.name!r} has no managed memory")
+        raise TierError(hardware.no_managed)
     back = links.fault if decision.faults else links.back
     return [(Lane.COPY_OUT, links.out)], [(Lane.COPY_IN, back)]
 

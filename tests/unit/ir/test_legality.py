@@ -184,8 +184,12 @@ def test_managed_memory_is_for_machines_that_have_it() -> None:
     assert check(trace, GPU, plan, ROOMY).ok
     without = check(trace, replace(GPU, managed=None), plan, ROOMY)
     assert messages(without) == (
-        "value 0: machine 'drawn cuda' has no managed memory, which takes a CUDA device that may "
-        "share it with the host (concurrentManagedAccess)"
+        "value 0: the profile of machine 'drawn cuda' has no links of managed memory, which the "
+        "probe measures on a CUDA device that may share it with the host (concurrentManagedAccess)"
+    )
+    cpu = replace(GPU, managed=None, device="cpu")
+    assert cpu.no_managed == (
+        "machine 'drawn cuda' is a CPU, and managed memory takes a CUDA device"
     )
 
 

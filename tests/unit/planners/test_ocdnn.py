@@ -112,14 +112,15 @@ def test_blocks_have_their_room_within_the_budget(share: float, seed: int) -> No
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_machine_without_managed_memory_is_told_so(policy: str, chain: Trace) -> None:
+def test_a_profile_without_links_of_managed_memory_is_told_so(policy: str, chain: Trace) -> None:
     without = replace(GPU, managed=None)
     budget = between(chain, 0.5)
     with pytest.raises(InfeasibleBudgetError) as refused:
         plan(policy, chain, without, budget)
     assert refused.value.__notes__ == [
-        f"policy {policy!r} moves nothing here: machine 'drawn cuda' has no managed memory, "
-        "which CUDA alone has"
+        f"policy {policy!r} moves nothing here: the profile of machine 'drawn cuda' has no links "
+        "of managed memory, which the probe measures on a CUDA device that may share it with the "
+        "host (concurrentManagedAccess)"
     ]
     assert refused.value.smallest_bytes == smallest_budget("baseline", chain, GPU, Budget(0))
 

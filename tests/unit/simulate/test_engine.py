@@ -249,9 +249,9 @@ def test_managed_blocks_have_room_of_their_own() -> None:
     assert timeline.peak(Tier.HOST) == 8
 
 
-def test_a_machine_without_managed_memory_is_refused() -> None:
+def test_a_profile_without_links_of_managed_memory_is_refused() -> None:
     trace = trace_of([1, 1, 1], [(4, 0, 2)])
-    with pytest.raises(TierError, match="machine 'by hand' has no managed memory"):
+    with pytest.raises(TierError, match="machine 'by hand' has no links of managed memory"):
         simulate(trace, gpu(), plan_of(trace, Managed(1, 1, 2, 2)))
 
 
