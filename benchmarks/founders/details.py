@@ -9,6 +9,7 @@ from benchmarks.cases import OURS, Record
 _BUDGETS = {
     "machine": "in the machine's {} GiB",
     "paper": "in the paper's {} GiB",
+    "share": "at the paper's share, {} GiB",
     "smallest": "in the least",
 }
 
@@ -30,15 +31,22 @@ def details(plans: list[Record]) -> Iterator[str]:
 
 
 def _table(found: list[Record]) -> str:
-    budgets = {r["budget"]: r["budget_bytes"] for r in found}
+    budgets = {r["budget"]: r["budget_bytes"] for r in in_order(found)}
     titles = [_BUDGETS[name].format(gib(nbytes)) for name, nbytes in budgets.items()]
     head = ["policy", *(part for title in titles for part in (title, "average")), "how"]
     lines = [f"| {' | '.join(head)} |\n{'|---' * len(head)}|\n"]
     for method in dict.fromkeys(r["method"] for r in found):
         same = [r for r in found if (r["method"], r["speed"]) == (method, "nominal")]
-        cells = [part for r in same for part in (_time(r, found), gib(r.get("average_bytes")))]
-        lines.append(f"| {' | '.join([method.removeprefix(OURS), *cells, _how(same)])} |\n")
+        by_budget = {r["budget"]: (_time(r, found), gib(r.get("average_bytes"))) for r in same}
+        cells = [part for budget in budgets for part in by_budget.get(budget, ("", ""))]
+        how = _how(in_order(same))
+        lines.append(f"| {' | '.join([method.removeprefix(OURS), *cells, how])} |\n")
     return "".join(lines)
+
+
+def in_order(found: list[Record]) -> list[Record]:
+    """Records by budget, as the tables show them."""
+    return sorted(found, key=lambda record: [*_BUDGETS].index(record["budget"]))
 
 
 def _time(record: Record, among: list[Record]) -> str:
@@ -49,18 +57,25 @@ def _time(record: Record, among: list[Record]) -> str:
 def slower(record: Record, among: list[Record]) -> str:
     """How much slower than with everything kept; in brackets at the speed that the paper printed.
 
-    ``among`` holds the record of the same plan at that speed, if there is one.
+    Second in the brackets: with as many bytes as its system held. ``among`` holds the records of
+    the same plan at these speeds, if there are any.
     """
     if record["outcome"] != "simulated":
         return "does not fit"
-    name = record["method"], record["budget"], "printed"
-    printed = [r for r in among if (r["method"], r["budget"], r["speed"]) == name]
-    there = f" ({_overhead(printed[0])})" if printed else ""
-    return _overhead(record) + there
+    same = [found for speed in ("printed", "held") for found in at_speed(record, among, speed)]
+    there = [f"{overhead(found):+.1%}" for found in same if found["outcome"] == "simulated"]
+    return f"{overhead(record):+.1%}" + (f" ({', '.join(there)})" if there else "")
 
 
-def _overhead(record: Record) -> str:
-    return f"{record['simulated_seconds'] / record['oracle_seconds'] - 1:+.1%}"
+def at_speed(record: Record, among: list[Record], speed: str) -> list[Record]:
+    """The record of the same policy and budget at that speed, if there is one."""
+    name = record["method"], record["budget"], speed
+    return [r for r in among if (r["method"], r["budget"], r["speed"]) == name][:1]
+
+
+def overhead(record: Record) -> float:
+    """Share of time that the plan takes more than everything kept."""
+    return float(record["simulated_seconds"] / record["oracle_seconds"] - 1)
 
 
 def moved(record: Record) -> tuple[int, int]:

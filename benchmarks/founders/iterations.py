@@ -13,7 +13,7 @@ from belady.ir.trace import Trace
 from belady.ordered.wrap import ordered
 from belady.planners.sectioning import sections_for
 from belady.sections.allowed import reasons
-from benchmarks.founders.claims import Net
+from benchmarks.founders.claim import Net
 from benchmarks.founders.machines import MACHINES
 from benchmarks.founders.traces import flops, observed_on, slowed, static
 from benchmarks.workloads import WORKLOADS, Setting
@@ -32,11 +32,12 @@ class Iteration:
     """One network on one machine: as it is, in the coordinated order, in slices.
 
     What a policy may do is what `belady.eager.ordering` and `belady.eager.cutting` do for it. Only
-    ops are asked whether a section may be cut; the engine tries it on numbers as well.
+    ops are asked whether a section may be cut; the engine tries it on numbers as well. ``slower``
+    and ``heavier`` say how many times as long each op takes, and each byte that moves.
     """
 
-    def __init__(self, machine: str, net: Net, slower: float = 1.0) -> None:
-        self.machine = MACHINES[machine]
+    def __init__(self, machine: str, net: Net, slower: float = 1.0, heavier: float = 1.0) -> None:
+        self.machine = MACHINES[machine].carrying(heavier)
         self.hardware = self.machine.profile()
         self._slower = slower
         setting = Setting("fp32", device="cpu")

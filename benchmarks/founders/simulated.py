@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -11,12 +11,13 @@ import belady
 from belady.ir.plan import Budget, Keep, Plan
 from belady.ir.timeline import Timeline
 from belady.planners import POLICIES, Planner
+from belady.planners.ocdnn import MANAGING
 from belady.planners.tvdnn_ilp import TVDNN_ILP
 from belady.simulate import simulate
 from belady.units import parse_bytes
 from benchmarks.average import average
 from benchmarks.cases import OURS, SIMULATED, Record
-from benchmarks.founders.claims import Net
+from benchmarks.founders.claim import Net
 from benchmarks.founders.iterations import Iteration, Way
 from benchmarks.founders.machines import MACHINES
 from benchmarks.founders.traces import touched_bytes
@@ -25,19 +26,22 @@ FOUNDERS = (
     *("vdnn_all", "vdnn_conv", "vdnn_dyn"),
     *("layrub_inter", "layrub_intra", "layrub_hybrid"),
     *("tvdnn_greedy", "tvdnn_ilp"),
+    *MANAGING,
     *("hybrid", "auto"),
 )
-# How fast the machine is taken to be: at its nominal rates, or as the paper timed it.
-NOMINAL, PRINTED = "nominal", "printed"
+# How fast the machine is taken to be: at its nominal rates, or as the paper timed it; and as the
+# paper timed it, with bytes that take longer to move by as much as the paper's system held more.
+NOMINAL, PRINTED, HELD = "nominal", "printed", "held"
+# Of these systems a paper says what was held with everything kept.
+_KNOWN_TO_HOLD = ("layrub_hybrid", *MANAGING)
 _ANY = 2**62
 
 
 def wanted(machine: str, net: Net) -> Iterator[Record]:
     """What names each plan: speed, policy and budget."""
-    budgets = ("machine", "paper", "smallest") if net.memory else ("machine", "smallest")
-    for speed in (NOMINAL, PRINTED) if net.seconds else (NOMINAL,):
-        for policy in FOUNDERS:
-            for budget in budgets:
+    for speed in _speeds(net):
+        for policy in _policies(machine, speed):
+            for budget in _budgets(net):
                 yield {
                     "machine": machine,
                     "workload": net.workload,
@@ -46,6 +50,23 @@ def wanted(machine: str, net: Net) -> Iterator[Record]:
                     "method": OURS + policy,
                     "budget": budget,
                 }
+
+
+def _speeds(net: Net) -> tuple[str, ...]:
+    if not net.seconds:
+        return (NOMINAL,)
+    return (NOMINAL, PRINTED, HELD) if net.in_core or net.held else (NOMINAL, PRINTED)
+
+
+def _policies(machine: str, speed: str) -> tuple[str, ...]:
+    paged = MACHINES[machine].paging is not None
+    asked = _KNOWN_TO_HOLD if speed == HELD else FOUNDERS
+    return tuple(policy for policy in asked if paged or policy not in MANAGING)
+
+
+def _budgets(net: Net) -> tuple[str, ...]:
+    known = ("machine", "paper" if net.memory else "", "share" if net.in_core else "", "smallest")
+    return tuple(filter(None, known))
 
 
 def simulated(
@@ -61,14 +82,13 @@ def simulated(
         "device_name": f"simulated {MACHINES[machine].name}",
     }
     try:
-        iterations = {NOMINAL: Iteration(machine, net)}
+        nominal = Iteration(machine, net)
+        share = _in_core(machine, net)
     except ImportError as error:
         for name in plans:
             yield name | base | {"outcome": "absent", "error": str(error)}
         return
-    nominal = _kept(iterations[NOMINAL])
-    if net.seconds:
-        iterations[PRINTED] = Iteration(machine, net, net.seconds / nominal.seconds)
+    iterations = _iterations(machine, net, nominal, share)
     for name in plans:
         it = iterations[name["speed"]]
         about = base | _everything_kept(it)
@@ -77,14 +97,37 @@ def simulated(
         if planner == TVDNN_ILP:
             planner = replace(TVDNN_ILP, limit_s=ilp_limit_s)
             about |= {"ilp_limit_s": ilp_limit_s}
-        yield name | about | _planned(it, planner, _bytes(it, planner, net, name["budget"]))
+        nbytes = {
+            "machine": it.machine.device_bytes,
+            "paper": parse_bytes(net.memory) if net.memory else None,
+            "share": share,
+            # The smallest that the policy states for whole modules.
+            "smallest": None,
+        }
+        yield name | about | _planned(it, planner, nbytes[name["budget"]])
 
 
-def _bytes(it: Iteration, planner: Planner, net: Net, budget: str) -> int | None:
-    """Bytes of a budget; None is the smallest that the policy states for whole modules."""
-    if budget == "smallest":
+def _in_core(machine: str, net: Net) -> int | None:
+    """Bytes that our trace holds at the batch that the paper ran in core."""
+    if not net.in_core:
         return None
-    return parse_bytes(net.memory) if budget == "paper" else it.machine.device_bytes
+    return max(_kept(Iteration(machine, replace(net, batch=net.in_core))).curve)
+
+
+def _iterations(
+    machine: str, net: Net, nominal: Iteration, share: int | None
+) -> Mapping[str, Iteration]:
+    found = {NOMINAL: nominal}
+    kept = _kept(nominal)
+    if net.seconds:
+        slower = net.seconds / kept.seconds
+        found[PRINTED] = Iteration(machine, net, slower)
+        if net.held:
+            found[HELD] = Iteration(machine, net, slower, parse_bytes(net.held) / max(kept.curve))
+        elif share:
+            heavier = nominal.machine.device_bytes / share
+            found[HELD] = Iteration(machine, net, slower, heavier)
+    return found
 
 
 def _planned(it: Iteration, planner: Planner, nbytes: int | None) -> Record:

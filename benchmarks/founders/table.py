@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
+from belady.planners.ocdnn import MANAGING
 from benchmarks.cases import OURS, SIMULATED, Record
-from benchmarks.founders.claims import CLAIMS, Claim, Net
-from benchmarks.founders.details import details, gib, moved, slower
+from benchmarks.founders import printed
+from benchmarks.founders.claim import Claim, Net
+from benchmarks.founders.claims import CLAIMS
+from benchmarks.founders.details import details, gib, in_order, moved, slower
 from benchmarks.founders.machines import MACHINES
 
 _CLAIMS = (
@@ -21,11 +24,12 @@ _NOMINAL = "nominal"
 
 
 def table(found: Iterable[Record]) -> str:
-    """Markdown: the machines; a section a system, a row a claim; then every simulated plan."""
+    """Markdown: machines; what was printed beside what is predicted; systems; every plan."""
     known = list(found)
     plans = [record for record in known if record.get("group") == SIMULATED]
     machines = (f"| {it.name} | {it.sources} |\n" for it in MACHINES.values())
     parts = ["| machine | from |\n|---|---|\n" + "".join(machines)]
+    parts.append(printed.table(plans))
     for system in dict.fromkeys(claim.system for claim in CLAIMS):
         rows = [_row(claim, known, plans) for claim in CLAIMS if claim.system == system]
         parts.append(f"**{system}**\n\n{_CLAIMS}{''.join(rows)}")
@@ -33,12 +37,12 @@ def table(found: Iterable[Record]) -> str:
 
 
 def _row(claim: Claim, known: list[Record], plans: list[Record]) -> str:
-    of = [_of(claim.machine, net, plans) for net in claim.nets]
+    of = [printed.of(claim, net, plans) for net in claim.nets]
     cells = (
         f"{claim.published} [{claim.source}]",
         claim.trap,
         _joined(claim, [_simulated(claim, found) for found in of]),
-        _joined(claim, list(map(_why, [claim] * len(of), claim.nets, of))),
+        _joined(claim, list(map(_from, [claim] * len(of), claim.nets, of))),
         _joined(claim, [_measured(net.workload, known) for net in claim.nets]),
     )
     return f"| {' | '.join(cells)} |\n"
@@ -48,12 +52,7 @@ def _joined(claim: Claim, texts: list[str]) -> str:
     if len(texts) > 1:
         named = zip(claim.nets, texts, strict=True)
         texts = [f"{net.workload}, {net.batch}: {text}" for net, text in named]
-    return "<br>".join(texts) or "–"
-
-
-def _of(machine: str, net: Net, plans: list[Record]) -> list[Record]:
-    name = machine, net.workload, net.batch
-    return [r for r in plans if (r["machine"], r["workload"], r["batch"]) == name]
+    return "<br>".join(texts) or "not simulated: see above"
 
 
 def _simulated(claim: Claim, of: list[Record]) -> str:
@@ -65,12 +64,12 @@ def _simulated(claim: Claim, of: list[Record]) -> str:
     texts = []
     for method in dict.fromkeys((OURS + claim.policy, _METHOD)):
         same = [r for r in of if r["method"] == method and r["speed"] == _NOMINAL]
-        budgets = ", ".join(f"{slower(r, of)} in {gib(r['budget_bytes'])}" for r in same)
+        budgets = ", ".join(f"{slower(r, of)} in {gib(r['budget_bytes'])}" for r in in_order(same))
         texts.append(f"`{method.removeprefix(OURS)}` {budgets} GiB")
     return "; ".join(texts)
 
 
-def _why(claim: Claim, net: Net, of: list[Record]) -> str:
+def _from(claim: Claim, net: Net, of: list[Record]) -> str:
     """What the plan of the paper's policy needs and moves, from the simulation alone."""
     same = {
         r["budget"]: r
@@ -80,7 +79,7 @@ def _why(claim: Claim, net: Net, of: list[Record]) -> str:
     }
     if not same:
         return ""
-    shown = same.get("paper") or same.get("machine") or same["smallest"]
+    shown = next(same[b] for b in ("share", "paper", "machine", "smallest") if b in same)
     return f"{_memory(same['smallest'], shown)}; {_copies(claim, net, shown)}"
 
 
@@ -100,10 +99,22 @@ def _copies(claim: Claim, net: Net, shown: Record) -> str:
     out, back = moved(shown)
     if not out:
         return f"nothing moves beside {kernels}"
-    seconds = max(out, back) / MACHINES[claim.machine].link_bytes_per_s
+    there, here = _rates(claim)
     return (
-        f"{gib(out)} GiB go and {gib(back)} come back, {seconds:.2f} s each way, beside {kernels}"
+        f"{gib(out)} GiB go and {gib(back)} come back, {out / there:.2f} and {back / here:.2f} s, "
+        f"beside {kernels}"
     )
+
+
+def _rates(claim: Claim) -> tuple[float, float]:
+    """Bytes a second out and back by the policy that stands for the system."""
+    machine = MACHINES[claim.machine]
+    paging = machine.paging
+    if paging is None or claim.policy not in MANAGING:
+        return machine.link_bytes_per_s, machine.link_bytes_per_s
+    faults = claim.policy == "ocdnn_naive"
+    prefetch = paging.prefetch_bytes_per_s
+    return prefetch, paging.fault_bytes_per_s if faults else prefetch
 
 
 def _measured(net: str, known: list[Record]) -> str:

@@ -2,7 +2,8 @@
 
 Everything is simulated and needs no GPU: `benchmarks.founders.traces` says how seconds are made.
 Each policy is asked for plans within what the machine has, within what the paper ran the network in
-where that is less, and within the smallest budget that the policy states. What the file holds is
+where that is less (or our trace's share of memory that corresponds to it), and within the smallest
+budget that the policy states. What the file holds is
 not simulated again.
 """
 
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from benchmarks import records
 from benchmarks.cases import Record
-from benchmarks.founders.claims import CLAIMS, Net
+from benchmarks.founders.claim import Net
+from benchmarks.founders.claims import CLAIMS
 from benchmarks.founders.machines import MACHINES
 from benchmarks.founders.table import table
 

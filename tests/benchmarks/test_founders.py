@@ -10,11 +10,14 @@ import pytest
 from belady.ir.legality import check
 from belady.ir.plan import Budget
 from belady.planners import POLICIES, plan
+from belady.planners.ocdnn import MANAGING
 from belady.planners.tvdnn_greedy import TVDNN_GREEDY
 from belady.units import parse_bytes
 from benchmarks import records
-from benchmarks.founders import simulated, verb
-from benchmarks.founders.claims import CLAIMS, Net
+from benchmarks.cases import SIMULATED
+from benchmarks.founders import printed, simulated, verb
+from benchmarks.founders.claim import Claim, Net
+from benchmarks.founders.claims import CLAIMS
 from benchmarks.founders.iterations import ORDERED, PLAIN, Iteration
 from benchmarks.founders.machines import MACHINES
 from benchmarks.founders.simulated import FOUNDERS, _planned, wanted
@@ -37,9 +40,31 @@ def test_claims_name_what_is_there() -> None:
         assert claim.policy in FOUNDERS
         for net in claim.nets:
             assert net.workload in WORKLOADS
+            assert net.in_core < net.batch
             memory = MACHINES[claim.machine].device_bytes
             assert not net.memory or parse_bytes(net.memory) < memory
     assert set(FOUNDERS) <= set(POLICIES)
+
+
+def test_a_prediction_that_differs_from_what_was_printed_says_why() -> None:
+    plans = [record for record in records.committed() if record.get("group") == SIMULATED]
+    for claim in CLAIMS:
+        differing = [net for net in claim.nets if printed.differs(claim, net, plans)]
+        assert claim.why or (claim.nets and not differing), claim.published
+
+
+def test_what_is_near_needs_no_reason() -> None:
+    net = Net("alexnet", 128, seconds=1.0, overhead=0.2)
+    claim = Claim("", "", "", "", "Titan X", (net,), policy="vdnn_all")
+    record = {"machine": "Titan X", "workload": "alexnet", "batch": 128, "budget": "machine"}
+    record |= {"method": "belady:vdnn_all", "oracle_seconds": 1.0, "outcome": "simulated"}
+    nominal = record | {"speed": "nominal", "simulated_seconds": 2.0}
+    at_its_speed = record | {"speed": "printed", "simulated_seconds": 1.16}
+    assert printed.differs(claim, net, [])
+    assert printed.differs(claim, net, [nominal])
+    assert not printed.differs(claim, net, [nominal, at_its_speed])
+    assert printed.differs(claim, net, [nominal | {"outcome": "infeasible"}])
+    assert printed.differs(claim, net, [nominal, at_its_speed | {"simulated_seconds": 1.1}])
 
 
 def test_every_plan_has_a_name_of_its_own() -> None:
@@ -106,6 +131,37 @@ def test_slices_fit_where_whole_modules_do_not() -> None:
     assert _planned(it, POLICIES["vdnn_all"], found["budget_bytes"])["outcome"] == "infeasible"
 
 
+def test_pages_fault_on_pascal_and_volta_alone() -> None:
+    managed = {name for name, it in MACHINES.items() if it.profile().managed is not None}
+    assert managed == {"P100", "V100"}
+    policies = {
+        machine: {name["method"].removeprefix("belady:") for name in wanted(machine, ALEXNET)}
+        for machine in MACHINES
+    }
+    for machine, asked in policies.items():
+        assert asked == set(FOUNDERS) - (set() if machine in managed else set(MANAGING))
+
+
+def test_ocdnn_moves_at_the_share_of_memory_that_the_paper_had() -> None:
+    net = Net("alexnet", 1200, seconds=1.0, in_core=1100)
+    plans = [
+        name
+        for name in wanted("V100", net)
+        if name["budget"] == "share" and name["method"] == "belady:ocdnn_naive"
+    ]
+    nominal, at_its_speed, held = simulated.simulated("V100", net, plans, 1.0)
+    assert nominal["budget_bytes"] < nominal["baseline_peak_bytes"]
+    moved = {lane: nbytes for lane, nbytes, _ in nominal["moved"]}
+    assert moved["copy-out"] == moved["copy-in"] > 0
+    # Compute waits for all that moves: by prefetch out, by faults back.
+    waits = moved["copy-out"] / 10.9e9 + moved["copy-in"] / 5.4e9
+    assert nominal["stall_seconds"] == pytest.approx(waits, rel=0.01)
+    assert at_its_speed["oracle_seconds"] == pytest.approx(1.0)
+    assert at_its_speed["stall_seconds"] == pytest.approx(waits, rel=0.01)
+    heavier = MACHINES["V100"].device_bytes / held["budget_bytes"]
+    assert held["stall_seconds"] == pytest.approx(heavier * waits, rel=0.01)
+
+
 def test_what_is_there_is_not_simulated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,8 +178,8 @@ def test_what_is_there_is_not_simulated_again(
     verb.run(chosen)
     found = records.read(out)
     assert [verb._key(r) for r in found] == [verb._key(name) for name in wanted("Titan X", net)]
-    printed = [r for r in found if r["speed"] == "printed"]
-    assert all(r["oracle_seconds"] == pytest.approx(1.0) for r in printed)
+    timed = [r for r in found if r["speed"] == "printed"]
+    assert all(r["oracle_seconds"] == pytest.approx(1.0) for r in timed)
     shown = table(found)
     assert "**alexnet, batch 128, Titan X**" in shown
     assert "| vdnn_all |" in shown
