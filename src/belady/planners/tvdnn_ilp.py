@@ -37,7 +37,7 @@ class TvdnnIlp:
     """
 
     name: str = "tvdnn_ilp"
-    version: int = 1
+    version: int = 2
     recomputes: bool = False
     limit_s: float = 60.0
 
