@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,9 +54,49 @@ def codes(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 DECODER = Task("decoder", lambda: [Decoder()], codes)
 
 
-def needed(policy: str, exact: bool = False) -> int:
+def activated(*layers: nn.Module) -> Callable[[], list[nn.Module]]:
+    """A network of layers with a ReLU behind each but the last."""
+
+    def make() -> list[nn.Module]:
+        # Not the same modules again for who is compared.
+        own = [copy.deepcopy(layer) for layer in layers]
+        for layer in own:
+            layer.reset_parameters()
+        relus = [it for layer in own[:-1] for it in (layer, nn.ReLU(inplace=True))]
+        return [nn.Sequential(*relus, own[-1])]
+
+    return make
+
+
+def pictures(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 10, (size, 16, 16), generator=generator)
+    return torch.randn(size, 3, 16, 16, generator=generator), labels
+
+
+def vectors(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 10, (size,), generator=generator)
+    return torch.randn(32 * size, 32, generator=generator), labels.repeat(32)
+
+
+WIDE = [nn.Conv2d(16, 16, 3, padding=1) for _ in range(3)]
+RELUS = {
+    "convolutions": Task(
+        "convolutions",
+        activated(nn.Conv2d(3, 16, 3, padding=1), *WIDE, nn.Conv2d(16, 10, 1)),
+        pictures,
+    ),
+    "perceptron": Task(
+        "perceptron",
+        activated(nn.Linear(32, 128), nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 10)),
+        vectors,
+    ),
+    "residual": CNN,
+}
+
+
+def needed(policy: str, exact: bool = False, task: Task = DECODER) -> int:
     """Smallest budget that a refusal names."""
-    training = Training(DECODER)
+    training = Training(task)
     vm = belady.virtualize(training.models, 1 << 16, policy=policy, exact=exact)
     with vm, pytest.raises(InfeasibleBudgetError) as caught:
         training.loss(0)
@@ -68,8 +111,10 @@ def between() -> int:
     return (floor + ordered) // 2
 
 
-def trained(budget: int, policy: str, exact: bool = False) -> tuple[Training, Run, str]:
-    training = Training(DECODER)
+def trained(
+    budget: int, policy: str, exact: bool = False, task: Task = DECODER
+) -> tuple[Training, Run, str]:
+    training = Training(task)
     with belady.virtualize(training.models, budget, policy=policy, exact=exact) as vm:
         training.run(plain, ITERATIONS)
         run, report = vm.run(), vm.report()
@@ -79,7 +124,7 @@ def trained(budget: int, policy: str, exact: bool = False) -> tuple[Training, Ru
     if not run.predicted.replay_seconds:  # comparing replays takes bytes of its own
         assert run.measured.peak(Tier.DEVICE) == run.predicted.peak(Tier.DEVICE)
     assert run.measured.defaults == ()
-    assert differences(Training(DECODER).run(plain, ITERATIONS).outcome(), training.outcome()) == []
+    assert differences(Training(task).run(plain, ITERATIONS).outcome(), training.outcome()) == []
     return training, run, report
 
 
@@ -111,6 +156,23 @@ def test_intra_needs_less_than_keeping_everything() -> None:
     assert run.plan.moves_nothing
 
 
+@pytest.mark.parametrize("name", RELUS)
+def test_the_gradient_takes_the_place_of_what_a_relu_gave(name: str) -> None:
+    task = RELUS[name]
+    assert needed("layrub_intra", task=task) < needed("baseline", task=task)
+    assert needed("layrub_hybrid", task=task) < needed("layrub_inter", task=task)
+
+
+@pytest.mark.parametrize("name", RELUS.keys() - {"residual"})
+def test_a_relu_costs_a_byte_an_element(name: str) -> None:
+    task = RELUS[name]
+    # 8 times 16 channels of 16 x 16, or 256 rows of 128, in float32.
+    wide = 128 << 10
+    for plainly, in_order in (("baseline", "layrub_intra"), ("floor", "auto")):
+        gain = needed(plainly, task=task) - needed(in_order, task=task)
+        assert gain == wide - wide // 4
+
+
 def test_inter_moves_in_the_order_of_plain_pytorch() -> None:
     _, run, report = trained(int(1.2 * needed("layrub_inter")), "layrub_inter")
     assert ORDERED not in report
@@ -122,22 +184,33 @@ def test_the_smallest_budget_that_auto_names_counts_on_the_order() -> None:
     trained(needed("auto"), "auto")
 
 
+def test_auto_lets_relus_go_by_their_signs_where_it_must() -> None:
+    task = RELUS["convolutions"]
+    _, run, report = trained(needed("auto", task=task), "auto", exact=True, task=task)
+    assert ORDERED in report
+    assert run.plan.numerics == ()
+
+
 HABITS: dict[str, tuple[Task, Step]] = {
     "tied weights": (TIED, plain),
     "checkpointing": (REPLAYED, plain),
     "two models": (GAN, steps.adversarial),
     "mixed precision": (GPT, steps.autocast),
     "two backwards": (CNN, steps.twice_backward),
+    **{name: (task, plain) for name, task in RELUS.items()},
+    "signs in mixed precision": (CNN, steps.autocast),
+    "signs in two backwards": (RELUS["convolutions"], steps.twice_backward),
 }
 
 
+@pytest.mark.parametrize("policy", ["layrub_intra", "layrub_hybrid"])
 @pytest.mark.parametrize("habit", HABITS)
-def test_no_network_and_no_habit_changes_a_bit(habit: str) -> None:
+def test_no_network_and_no_habit_changes_a_bit(habit: str, policy: str) -> None:
     task, step = HABITS[habit]
 
     def train(budget: int) -> tuple[Training, Run | None]:
         training = Training(task)
-        with belady.virtualize(training.models, budget, policy="layrub_hybrid") as vm:
+        with belady.virtualize(training.models, budget, policy=policy) as vm:
             return training.run(step, range(5)), vm.run()
 
     training, run = at_tight_budget(train)

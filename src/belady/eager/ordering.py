@@ -18,8 +18,9 @@ ALWAYS = frozenset({"layrub_intra", "layrub_hybrid"})
 AS_NEEDED = frozenset({"auto"})
 
 _WHAT = (
-    "convolutions and linear layers take the gradients of their parameters first, so that the "
-    "gradient of the input takes the input's place ({}): results are the same"
+    "convolutions and linear layers take the gradients of their parameters first, and ReLUs the "
+    "signs of their outputs, so that the gradient of the input takes the input's place ({}): "
+    "results are the same"
 )
 
 

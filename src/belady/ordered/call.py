@@ -8,7 +8,7 @@
 Backward starts at the junction, which hands the gradient to both. Of the nodes that are ready,
 autograd's engine runs the one made last; so the layer's own node comes first, is the only one that
 has saved the input, and lets go of it when it is done. The node of the data gradient has saved the
-weight alone.
+weight alone. Before it makes the gradient, the ReLU that gave the input lets go of it too.
 """
 
 from __future__ import annotations
@@ -18,57 +18,45 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from belady.errors import OrderError
+from belady.ordered import relu
+from belady.ordered.limits import is_plain, may_differ
 from belady.ordered.standin import Convolution, data_gradient
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
-LAYERS = frozenset({nn.Linear, *_CONVOLUTIONS})
-# What tensors without bytes stand for; a subclass of the user's may mean anything.
-_TENSORS = (Tensor, nn.Parameter, FakeTensor)
+LAYERS = frozenset({nn.ReLU, nn.Linear, *_CONVOLUTIONS})
 
 
 def fits(layer: Any, x: Any) -> bool:
     """Whether this call gains from the order and is known to give the same bits in it."""
-    weight, bias = layer.weight, layer.bias
-    tensors = [x, weight] if bias is None else [x, weight, bias]
-    return bool(
-        torch.is_grad_enabled()
-        and all(type(tensor) in _TENSORS for tensor in tensors)
-        and not _watched_otherwise(layer)
-        # What the caller holds cannot be let go of.
-        and (x.requires_grad and not x.is_leaf and weight.requires_grad)
-        and x.numel() > 0
-        and x.device.type in ("cpu", "cuda")
-        and all(_alike(tensor, x) for tensor in tensors)
-        and (_linear_fits(x) if isinstance(layer, nn.Linear) else _convolution_fits(layer, x))
-    )
+    if not may_differ(layer, x):
+        return False
+    if isinstance(layer, nn.ReLU):
+        return relu.fits(layer, x)
+    # What the caller holds cannot be let go of.
+    if x.is_leaf or not layer.weight.requires_grad:
+        return False
+    parameters = [it for it in (layer.weight, layer.bias) if it is not None]
+    if not all(is_plain(it) and _alike(it, x) for it in (x, *parameters)):
+        return False
+    return _linear_fits(x) if isinstance(layer, nn.Linear) else _convolution_fits(layer, x)
 
 
 def call(layer: Any, x: Tensor) -> Tensor:
     """Run a call that `fits`."""
+    if isinstance(layer, nn.ReLU):
+        return relu.call(layer, x)
     return _linear(layer, x) if isinstance(layer, nn.Linear) else _convolution(layer, x)
-
-
-def _watched_otherwise(layer: Any) -> bool:
-    """Whether somebody differentiates in another way, or looks at the last node of the layer."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or layer._is_full_backward_hook is False
-    )
 
 
 def _alike(tensor: Tensor, x: Tensor) -> bool:
     """Whether the layer's op would take ``tensor`` together with ``x``."""
-    if tensor.layout is not torch.strided or tensor.device != x.device:
+    if tensor.device != x.device:
         return False
     if torch.is_autocast_enabled(x.device.type):
-        return tensor.is_floating_point() and tensor.dtype is not torch.float64
-    return tensor.is_floating_point() and tensor.dtype is x.dtype
+        return tensor.dtype is not torch.float64
+    return tensor.dtype is x.dtype
 
 
 def _cast(x: Tensor) -> Tensor:
@@ -127,11 +115,13 @@ class _ConvolutionInput(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.conv, ctx.geometry = conv, (x.shape, x.stride(), x.dtype)
+        ctx.relu = relu.source_of(x)
         return torch.empty((), dtype=x.dtype, device=x.device).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
+        _let_go(ctx)
         size, stride, dtype = ctx.geometry
         found = data_gradient(gradient, size, stride, weight.to(dtype), ctx.conv)
         return found, None, None, None
@@ -158,13 +148,21 @@ class _LinearInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.relu = relu.source_of(x)
         return torch.empty((), dtype=x.dtype, device=x.device).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
+        _let_go(ctx)
         rows = gradient.reshape(-1, gradient.shape[-1])
         return rows.mm(weight.to(ctx.dtype)).view(ctx.shape), None, None
+
+
+def _let_go(ctx: Any) -> None:
+    """The layer's own node has let go of its input: so does the ReLU whose result it is."""
+    if ctx.relu is not None:
+        relu.let_go(ctx.relu)
 
 
 # -- the junction ---------------------------------------------------------------------------------

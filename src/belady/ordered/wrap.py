@@ -12,21 +12,22 @@ from belady.ordered.call import LAYERS, call, fits
 
 
 def ordered(model: nn.Module) -> Callable[[], None]:
-    """Let the convolutions and linear layers of ``model`` go backward in the coordinated order.
+    """Let convolutions, linear layers and ReLUs of ``model`` go backward in the coordinated order.
 
     The gradients of the parameters come first, then the saved input is let go of, and only then
     is the gradient of the input computed: of the same size, it takes the input's place, where
-    plain PyTorch holds both. Nothing is gained where somebody else holds the input as well, such
-    as a ReLU that has saved it as its output.
+    plain PyTorch holds both. A ReLU that has saved the input as its output lets go of it together
+    with the layer, and keeps one byte an element, its sign. Nothing is gained where somebody else
+    holds the input as well, such as a ReLU that is called as a function.
 
-    Every `torch.nn.Conv1d`, ``Conv2d``, ``Conv3d`` and `torch.nn.Linear` takes part, but no
-    subclass, and none with another forward than its class or below one. A call whose input or
-    weight needs no gradient runs as before, and so does one under torch.compile, functorch's
-    transforms or forward-mode differentiation. Results are the same in every bit: the same kernels
-    run on the same numbers. Names, parameters, ``state_dict`` and hooks are as before. Copies and
-    pickles of the model run plainly.
+    Every `torch.nn.Conv1d`, ``Conv2d``, ``Conv3d``, `torch.nn.Linear` and `torch.nn.ReLU` takes
+    part, but no subclass, and none with another forward than its class or below one. A call whose
+    input or weight needs no gradient runs as before, and so does one under torch.compile,
+    functorch's transforms or forward-mode differentiation. Results are the same in every bit: the
+    same kernels run on the same numbers. Names, parameters, ``state_dict`` and hooks are as before.
+    Copies and pickles of the model run plainly.
 
-    Gradients of gradients are refused in backward (`OrderError`).
+    Gradients of gradients are refused in backward (`OrderError`), but by ReLUs.
 
     Returns
     -------

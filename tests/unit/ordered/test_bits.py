@@ -162,7 +162,38 @@ def conv() -> nn.Conv2d:
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "one after another": (
         lambda: nn.Sequential(conv(), nn.ReLU(inplace=True), conv(), nn.GELU()),
+        3,
+    ),
+    "in place behind a norm": (
+        lambda: nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(inplace=True), conv(), nn.ReLU()),
+        4,
+    ),
+    "residual": (
+        lambda: Calling(
+            lambda x, one, two, relu: relu(two(relu(one(x))) + x), conv(), conv(), nn.ReLU(True)
+        ),
+        4,
+    ),
+    "read by two": (
+        lambda: Calling(
+            lambda x, one, relu, rest: rest(relu(one(x))),
+            *(conv(), nn.ReLU(), Calling(lambda y, one, two: one(y) + two(y) + y, conv(), conv())),
+        ),
+        4,
+    ),
+    "perceptron": (
+        lambda: nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(True)),
+        4,
+    ),
+    "relu of a leaf": (
+        lambda: Calling(
+            lambda x, one, relu: one(relu(x.detach().requires_grad_())), conv(), nn.ReLU()
+        ),
         2,
+    ),
+    "under a checkpoint, with a relu": (
+        lambda: Calling(checkpointed(False), conv(), nn.ReLU(True), conv()),
+        6,
     ),
     "called twice": (lambda: Calling(lambda x, one: one(one(x)), conv()), 2),
     "saved by others too": (lambda: Calling(lambda x, one: one(x.exp()) + x.exp(), conv()), 1),

@@ -22,7 +22,7 @@ def block() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
-        nn.Tanh(),
+        nn.ReLU(inplace=True),
         nn.Conv2d(4, 4, 3),
         nn.Flatten(),
         nn.Linear(144, 5),
@@ -51,6 +51,31 @@ def test_a_forward_that_came_later_stays() -> None:
     model[0].forward = torch.tanh
     undo()
     assert model[0].forward is torch.tanh
+
+
+def test_relus_are_as_they_were_afterwards() -> None:
+    relu = nn.ReLU()
+    undo = ordered(relu)
+    x = images().requires_grad_()
+    assert type(relu(x).grad_fn) is not type(x.relu().grad_fn)
+    undo()
+    assert type(relu(x).grad_fn) is type(x.relu().grad_fn)
+
+
+def test_hooks_on_a_relu_see_what_they_saw() -> None:
+    def seen(watched: bool) -> list[Tensor]:
+        relu = nn.ReLU()
+        if watched:
+            ordered(relu)
+        found: list[Tensor] = []
+        relu.register_forward_hook(lambda _, given, result: found.extend([*given, result]))
+        relu.register_full_backward_hook(lambda _, inner, outer: found.extend([*inner, *outer]))
+        relu(images().requires_grad_() * 2).sum().backward()
+        return found
+
+    expected, found = seen(False), seen(True)
+    assert len(expected) == len(found) == 4
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
 
 
 def test_copies_and_pickles_run_plainly() -> None:
@@ -204,21 +229,40 @@ def peak_bytes(layer: nn.Module, small: Tensor, held: bool) -> int:
 
 # In this layout oneDNN needs no copies of its own.
 LAST = torch.channels_last
-WIDE = [
-    (nn.Conv2d(16, 16, 3).to(memory_format=LAST), torch.randn(2, 16, 8, 8).to(memory_format=LAST)),
-    (nn.Linear(2048, 1), torch.randn(1, 64, 256)),
-]
+PICTURES = torch.randn(2, 16, 8, 8).to(memory_format=LAST)
+WIDE = {
+    "convolution": (nn.Conv2d(16, 16, 3).to(memory_format=LAST), PICTURES),
+    "linear": (nn.Linear(2048, 1), torch.randn(1, 64, 256)),
+}
+SIGNED = {
+    "convolution": (nn.Sequential(nn.ReLU(True), WIDE["convolution"][0]), PICTURES),
+    "pool": (nn.Sequential(nn.ReLU(True), nn.MaxPool2d(8)), PICTURES.contiguous()),
+}
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_gradient_takes_the_place_of_the_input(number: int) -> None:
-    layer, small = WIDE[number]
+def saved_bytes(layer: nn.Module, small: Tensor) -> tuple[int, int]:
+    """By how much the order lowers the peak, and by how much where the input is held."""
     for _ in range(2):  # gradients and libraries are there afterwards
         plain = peak_bytes(layer, small, held=False)
     undo = ordered(layer)
     saved = plain - peak_bytes(layer, small, held=False)
     still_held = plain - peak_bytes(layer, small, held=True)
     undo()
+    return saved, still_held
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_the_gradient_takes_the_place_of_the_input(name: str) -> None:
+    layer, small = WIDE[name]
+    saved, still_held = saved_bytes(layer, small)
     wide = small.nbytes * 8 ** (small.dim() - 2)
     assert 0.8 * wide < saved <= wide
     assert still_held < 0.1 * wide
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_the_gradient_takes_the_place_of_what_a_relu_gave(name: str) -> None:
+    saved, _ = saved_bytes(*SIGNED[name])
+    wide = 64 * PICTURES.nbytes
+    # All but a byte an element.
+    assert 0.6 * wide < saved <= 0.75 * wide
