@@ -88,17 +88,19 @@ def layer_input(trace: Trace, index: int) -> LayerInput:
 def backward_starts(trace: Trace) -> dict[int, int]:
     """Boundary at which BWD(m) begins, for every layer ``m`` that has one.
 
-    It is the first op that differentiates ``m``, or the first read of what ``m`` saved: either
-    may be all that a trace knows.
+    It is the first op that differentiates ``m``; where a trace knows of none, the first read of
+    what ``m`` saved. In the coordinated order that of a ReLU comes before: in the backward of the
+    layer that reads its result.
     """
     starts: dict[int, int] = {}
     for index, op in enumerate(trace.ops):
         if op.phase is Phase.BACKWARD and op.forward_op is not None:
             starts.setdefault(op.forward_op, index)
-    for value in trace.values:
-        for save in value.saves:
-            for read in save.reads:
-                starts[save.op] = min(read, starts.get(save.op, read))
+    read: dict[int, int] = {}
+    for save in (save for value in trace.values for save in value.saves):
+        for boundary in save.reads:
+            read[save.op] = min(boundary, read.get(save.op, boundary))
+    starts = read | starts
     return {m: start for m, start in starts.items() if _is_layer(trace.ops[m])}
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from belady.ir.plan import Budget, Plan, Workspace
 from belady.ir.trace import Trace
 from belady.planners import plan, smallest_budget
+from belady.planners.vdnn_layers import backward_starts
 from tests.unit.planners.nets import MIB, VGG, cpu, gpu, moves, net, written_by
 
 PLENTY = Budget(1 << 40)
@@ -36,6 +39,20 @@ def test_the_way_back_takes_one_layer_whatever_is_in_it() -> None:
     trace = net("conv norm norm norm conv fc fc")
     back = {op: times[2:] for op, times in moves(trace, made(trace, "layrub_inter")).items()}
     assert back == {0: (11, 12), 1: (10, 11), 2: (9, 10), 3: (8, 9)}
+
+
+def test_a_read_ahead_of_the_backward_of_a_layer_does_not_begin_it() -> None:
+    # In the coordinated order a relu reads its output while the backward of conv 5 is under way.
+    trace = net("conv norm relu conv fc fc")
+    out = written_by(trace, 2)
+    (own,) = (save for save in trace.values[out].saves if save.op == 2)
+    early = replace(own, reads=(own.reads[0] - 1,))
+    saves = tuple(early if save == own else save for save in trace.values[out].saves)
+    values = list(trace.values)
+    values[out] = replace(values[out], saves=saves)
+    in_order = replace(trace, values=tuple(values))
+    # What is brought back one layer before it is read comes no sooner.
+    assert backward_starts(in_order) == backward_starts(trace)
 
 
 def test_a_forked_activation_leaves_under_its_last_consumer() -> None:
