@@ -115,7 +115,7 @@ class _ConvolutionInput(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.conv, ctx.geometry = conv, (x.shape, x.stride(), x.dtype)
-        ctx.relu = relu.source_of(x)
+        ctx.relu = relu.read(x)
         return torch.empty((), dtype=x.dtype, device=x.device).expand(shape)
 
     @staticmethod
@@ -148,7 +148,7 @@ class _LinearInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.relu = relu.source_of(x)
+        ctx.relu = relu.read(x)
         return torch.empty((), dtype=x.dtype, device=x.device).expand(shape)
 
     @staticmethod
@@ -162,7 +162,7 @@ class _LinearInput(torch.autograd.Function):
 def _let_go(ctx: Any) -> None:
     """The layer's own node has let go of its input: so does the ReLU whose result it is."""
     if ctx.relu is not None:
-        relu.let_go(ctx.relu)
+        relu.read_no_more(ctx.relu)
 
 
 # -- the junction ---------------------------------------------------------------------------------

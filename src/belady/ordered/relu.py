@@ -34,13 +34,25 @@ def source_of(x: Tensor) -> Any:
     return node if type(node) is _Relu._backward_cls else None
 
 
-def let_go(node: Any) -> None:
-    """Let a node that `source_of` gave keep the signs alone; to be called in backward.
+def read(x: Tensor) -> Any:
+    """`source_of` for a layer that saves ``x``, and will say `read_no_more` in backward."""
+    node = source_of(x)
+    if node is not None:
+        node.readers += 1
+    return node
 
-    A graph that goes backward again keeps all that it holds, and so does one whose gradients are to
-    have graphs.
-    """
-    if node.positive is not None or torch.is_grad_enabled() or _is_kept():
+
+def read_no_more(node: Any) -> None:
+    """A layer has let go of what it `read`; so does the ReLU, if no other layer holds it."""
+    if _may_let_go():
+        node.readers -= 1
+        if not node.readers:
+            _let_go(node)
+
+
+def _let_go(node: Any) -> None:
+    """Keep the signs alone."""
+    if node.positive is not None:
         return
     (output,) = node.saved_tensors
     # Never below zero; NaN lets a gradient pass, as in plain PyTorch.
@@ -49,12 +61,15 @@ def let_go(node: Any) -> None:
 
 
 class _Relu(torch.autograd.Function):
-    """One node; ``positive`` are the signs, once it has let go of the output."""
+    """One node; ``positive`` are the signs, once it has let go of the output.
+
+    ``readers`` is how many layers in order hold the output and have not gone backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_place: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.positive = None
+        ctx.positive, ctx.readers = None, 0
         if in_place:
             ctx.mark_dirty(x)
         output = x.relu_() if in_place else x.relu()
@@ -65,7 +80,8 @@ class _Relu(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return None, None
-        let_go(ctx)
+        if _may_let_go():
+            _let_go(ctx)
         positive = ctx.positive
         if positive is None:
             # Saved as the output of this node: a gradient of this gradient is plain PyTorch's.
@@ -76,6 +92,11 @@ class _Relu(torch.autograd.Function):
         if _goes_by_parts(gradient, positive):
             return torch.ops.belady.passed_by_sign(gradient, positive), None
         return _passed(gradient, positive), None
+
+
+def _may_let_go() -> bool:
+    """Whether nobody asks for the output once more: no second backward, no gradient's gradient."""
+    return not torch.is_grad_enabled() and not _is_kept()
 
 
 def _is_kept() -> bool:

@@ -205,3 +205,15 @@ def test_what_is_saved_is_what_plain_pytorch_saves() -> None:
         y = relu(leaf())
     y.sum().backward()
     assert seen == ["saved (4, 6)", "read"]
+
+
+def test_the_last_layer_to_let_go_leaves_the_signs() -> None:
+    model = Read(READS["both"])
+    ordered(model)
+    y = model.relu(torch.randn(2, 4, 6, 6).requires_grad_() * 1)
+    one, two = model.one(y).sum(), model.two(y).sum()
+    torch.autograd.grad(one, y, retain_graph=True)
+    torch.autograd.grad(one, y)
+    assert source_of(y).positive is None
+    torch.autograd.grad(two, y)
+    assert source_of(y).positive is not None
