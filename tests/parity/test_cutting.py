@@ -357,8 +357,7 @@ def test_what_may_no_longer_be_cut_is_not(when: str) -> None:
     expected = steps(plainly, range(3), 8)
     expected += steps(plainly, range(3, 5), changed(plainly, when))
     training = Training(task)
-    # Enough for the rest in slices, and for what mixes as a whole.
-    budget = int(needed("floor", task=task) * 0.8)
+    budget = int(needed("floor", task=task) * 0.6)
     found = []
     with belady.virtualize(training.models, budget) as vm:
         found += steps(training, range(3), 8)
@@ -407,11 +406,11 @@ def test_a_later_pass_of_another_shape_is_judged_too() -> None:
         torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("share", [0.75, 0.8, 0.9])
-def test_what_fits_but_not_beside_the_optimizers_state_is_cut(share: float) -> None:
-    budget = int(needed("floor") * share)
-    training, _ = trained(budget, "auto", WIDE, range(6))
-    expected = Training(WIDE).run(plain, range(6))
+def test_what_fits_but_not_beside_the_optimizers_state_is_cut() -> None:
+    kept = sum(it.nbytes for it in Training(WIDE).model.parameters())
+    # What is named has room for two copies of them, and the first call needs none.
+    training, _ = trained(needed("auto") - 7 * kept // 4, "auto", WIDE, range(10))
+    expected = Training(WIDE).run(plain, range(10))
     for name, tensor in expected.model.state_dict().items():
         torch.testing.assert_close(training.model.state_dict()[name], tensor)
 
