@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -434,3 +435,109 @@ def test_a_refusal_says_why_modules_are_not_in_slices() -> None:
     ):
         training.run(plain, range(3))
     assert any("has hooks" in note for note in caught.value.__notes__)
+
+
+def in_eval(mixing: nn.Module) -> Task:
+    return Task("mixing in training", lambda: [Wide(mixing).eval()], images)
+
+
+MIXING = in_eval(Changing("mode"))
+
+
+def gradients(training: Training, run: Callable[[Tensor], Tensor], size: int) -> list[Tensor]:
+    """Of a small call in training mode, which fits whole, and in which samples mix."""
+    training.model.train()
+    x, _ = training.batch(0, size)
+    run(x).sum().backward()
+    training.model.eval()
+    found = [p.grad.clone() for p in training.model.parameters() if p.grad is not None]
+    training.optimizer.zero_grad()
+    return found
+
+
+def by_itself(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return model.get_submodule("features")
+
+
+def without_hooks(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return model.forward
+
+
+def on_a_thread(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: model(x)).result()
+
+    return run
+
+
+def as_usual(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return model
+
+
+@pytest.mark.parametrize("how", [by_itself, without_hooks, on_a_thread, as_usual])
+def test_only_a_call_that_was_judged_runs_in_slices(
+    how: Callable[[nn.Module], Callable[[Tensor], Tensor]],
+) -> None:
+    plainly, training = Training(MIXING), Training(MIXING)
+    expected = gradients(plainly, how(plainly.model), 3)
+    with belady.virtualize(training.models, int(needed("floor", task=MIXING) * 0.6)):
+        x, y = training.batch(0)
+        training.task.loss(training.model(x), y).backward()
+        training.optimizer.zero_grad()
+        assert "forward" in vars(training.model.get_submodule("features"))
+        found = gradients(training, how(training.model), 3)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_later_call_in_a_whole_iteration_is_judged_too() -> None:
+    plainly, training = Training(MIXING), Training(MIXING)
+    expected = gradients(plainly, plainly.model, 3)
+    with belady.virtualize(training.models, int(needed("floor", task=MIXING) * 0.6)) as vm:
+        for _ in range(3):
+            with vm.iteration():
+                x, y = training.batch(0)
+                training.task.loss(training.model(x), y).backward()
+                training.optimizer.zero_grad()
+                found = gradients(training, training.model, 3)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs)
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+def test_roots_that_share_modules_do_not_run_in_the_sections_of_each_other() -> None:
+    plainly, training = Training(MIXING), Training(MIXING)
+    outer = [Outer(it.model) for it in (plainly, training)]
+    expected = gradients(plainly, outer[0], 3)
+    budget = int(needed("floor", task=MIXING) * 0.6)
+    with belady.virtualize([outer[1], training.model], budget):
+        for root in (training.model, outer[1], training.model):
+            x, y = training.batch(0)
+            training.task.loss(root(x), y).backward()
+            training.optimizer.zero_grad()
+            found = gradients(training, outer[1], 3)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs)
+
+
+def test_a_small_batch_fits_where_large_ones_had_to_be_cut() -> None:
+    heavy = Task("heavy", lambda: [Heavy()], images)
+    kept = sum(it.nbytes for it in Training(heavy).model.parameters())
+    training, expected = Training(heavy), Training(heavy)
+    sizes = [8] * 8 + [2, 8]
+    with belady.virtualize(training.models, needed("auto", task=heavy) - kept):
+        for index, size in enumerate(sizes):
+            for it in (training, expected):
+                steps(it, range(index, index + 1), size)
+    for name, tensor in expected.model.state_dict().items():
+        found = training.model.state_dict()[name]
+        torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-4)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from belady.eager.cutting import Cutting
+from belady.eager.gate import Gate
 from belady.eager.key import Key
 from belady.eager.limits import foreseen, least_with_state, refuse_infeasible
 from belady.eager.ordering import Ordering
@@ -37,7 +38,6 @@ _LOSSES = (
 )
 
 Call = tuple[Any, Any]
-Roots = Mapping[int, torch.nn.Module]
 
 
 class Admission:
@@ -64,6 +64,11 @@ class Admission:
         self._ordering = Ordering(policy, hardware)
         self._losses = Losses(device, policy.budget.device_bytes // _MATTERS)
         self._judged: Trace | None = None
+
+    @property
+    def gate(self) -> Gate:
+        """To be opened for a pass, and shut after it."""
+        return self._cutting.gate
 
     @property
     def said(self) -> tuple[str, ...]:
@@ -100,7 +105,7 @@ class Admission:
         self._ordering.begin(self._modules)
         try:
             trace = self._judged = self._fitting(module, call)
-            refused = self._cutting.refusal(module)
+            refused = self._cutting.refusal(key)
             if refused is not None:
                 raise refused
             if trace is not None:
@@ -115,14 +120,24 @@ class Admission:
                     for reason in self._cutting.refused[:_REASONS]:
                         refusal.add_note(f"not in slices: {reason}")
                     raise refusal from None
+            if not in_slices:
+                self._cutting.forget_whole(key, module)
 
-    def too_coarse(self, roots: Roots, trace: Trace) -> int | None:
+    def too_coarse(self, passes: Sequence[Key], trace: Trace) -> int | None:
         """The root whose sections did not do for ``trace``, as observed: they are forgotten now."""
-        return next((it for it in roots if self._cutting.too_coarse(roots[it], trace)), None)
+        roots = dict.fromkeys(key[0] for key in passes)
+        found = (it for it in roots if self._cutting.too_coarse(self._modules[it], trace))
+        return next(found, None)
 
-    def too_large(self, roots: Roots, trace: Trace, error: InfeasibleBudgetError) -> int | None:
+    def too_large(
+        self, passes: Sequence[Key], trace: Trace, error: InfeasibleBudgetError
+    ) -> int | None:
         """The root that is cut from now on, as it was observed whole and refused for it."""
-        return next((it for it in roots if self._cutting.too_large(roots[it], trace, error)), None)
+        for root in dict.fromkeys(key[0] for key in passes):
+            keys = [key for key in passes if key[0] == root]
+            if self._cutting.too_large(self._modules[root], keys, trace, error):
+                return int(root)
+        return None
 
     def close(self) -> None:
         """Let everything run as it did."""

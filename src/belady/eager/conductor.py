@@ -74,6 +74,7 @@ class Conductor:
         self._persistent: set[int] = set()
         self._policy = policy
         self._admission = Admission(policy, hardware, carrier.device, modules)
+        self.gate = self._admission.gate
         below = tuple(t for t in (Tier.HOST, Tier.DISK) if hardware.capacity(t) > 0)
         self._floor = Immediate(
             leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
@@ -128,7 +129,7 @@ class Conductor:
             If an iteration before has used a wrong replay.
         """
         if key in self._kinds and not self._admission.holds(key, module):
-            self._forget(key[0])
+            self._kinds.pop(key).forget()
         kind = self._kinds.get(key)
         if kind is None:
             self._admission.admit(key, module, call)
@@ -269,18 +270,17 @@ class Conductor:
         passes, watched = tuple(iteration.passes), iteration.observation
         alike = kind.seen(alike=trace is not None and passes == kind.passes)
         if alike and trace is not None and watched is not None:
-            roots = {key[0]: self._modules[key[0]] for key in passes}
-            again = self._admission.too_coarse(roots, trace)
+            again = self._admission.too_coarse(passes, trace)
             if again is not None:
                 self._forget(again)
                 return
             recipes = Recipes.of(watched.recorder, kind.varying)
-            if any(self._admission.is_cut(key, roots[key[0]]) for key in passes):
+            if any(self._admission.is_cut(key, self._modules[key[0]]) for key in passes):
                 kind.numerics = ("sections",)
             try:
                 self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)
             except InfeasibleBudgetError as error:
-                again = self._admission.too_large(roots, trace, error)
+                again = self._admission.too_large(passes, trace, error)
                 if again is None:
                     raise
                 self._forget(again)

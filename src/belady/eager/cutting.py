@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from belady.eager.candidate import Call, Candidate, chains
+from belady.eager.gate import Gate
 from belady.eager.key import Key, walk
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
@@ -46,19 +47,23 @@ class Cutting:
 
     Attributes
     ----------
+    gate
+        To be opened for a pass, and shut after it: only then are sections in force.
     refused
         Why modules of the call judged last may not be cut, one sentence each.
     """
 
     def __init__(self, policy: Policy, hardware: HardwareProfile, device: torch.device) -> None:
+        self.gate = Gate()
         self.refused: tuple[str, ...] = ()
         self._policy = policy
         self._hardware = hardware
         self._device = device
         self._known: dict[nn.Module, dict[Key, _Decided]] = {}
         self._undo: dict[nn.Module, _InForce] = {}
-        self._said: dict[nn.Module, list[str]] = {}
-        self._must: dict[nn.Module, InfeasibleBudgetError] = {}
+        self._said: dict[int, list[str]] = {}
+        self._must: dict[Key, InfeasibleBudgetError] = {}
+        self._related: dict[tuple[int, int], bool] = {}
         self._anew = 0
         self._allowed = 1.0
 
@@ -80,6 +85,7 @@ class Cutting:
 
         What may be cut in one kind of call (in eval mode, of so many samples) may not in another.
         """
+        self._make_way(module)
         if module not in self:
             return True
         known = self._known[module].get(key)
@@ -92,16 +98,23 @@ class Cutting:
 
     def begin(self, key: Key, module: nn.Module) -> None:
         """Let the modules of a call that is to be judged run whole."""
+        self._make_way(module)
         self._release(module)
         self.refused = ()
         known = self._known.setdefault(module, {})
         known[key] = _Decided((), ())
         if len(known) > _KINDS:
-            known.pop(next(iter(known)))
+            # Judged anew if it comes again.
+            known.pop(next((it for it in known if not known[it].sections), key))
 
-    def refusal(self, module: nn.Module) -> InfeasibleBudgetError | None:
-        """What was said of a call of ``module`` that fits by its static trace, but did not."""
-        return self._must.get(module)
+    def refusal(self, key: Key) -> InfeasibleBudgetError | None:
+        """What was said of a kind of call that fits by its static trace, but did not; once."""
+        return self._must.pop(key, None)
+
+    def forget_whole(self, key: Key, module: nn.Module) -> None:
+        """Judge all other kinds of calls anew that run whole: the order of their layers is gone."""
+        known = self._known[module]
+        self._known[module] = {it: known[it] for it in known if it == key or known[it].sections}
 
     def cut(self, key: Key, module: nn.Module, call: Call) -> bool:
         """Run modules of ``module`` in slices so that a call can fit; False if none will do.
@@ -148,19 +161,21 @@ class Cutting:
         """
         return module in self and self._anew_for(module, trace)
 
-    def too_large(self, module: nn.Module, trace: Trace, error: InfeasibleBudgetError) -> bool:
-        """Whether ``module``, observed whole and refused with ``error``, may be cut after all."""
-        if module in self or not self._may_cut() or not self._anew_for(module, trace):
+    def too_large(
+        self, module: nn.Module, keys: Sequence[Key], trace: Trace, error: InfeasibleBudgetError
+    ) -> bool:
+        """Whether calls of ``module``, observed whole and refused with ``error``, may be cut."""
+        cut = any(self.is_cut(key, module) for key in keys)
+        if cut or not self._may_cut() or not self._anew_for(module, trace):
             return False
         # A traceback keeps the frames of all callers, and with them the user's tensors.
-        self._must[module] = error.with_traceback(None)
+        self._must.update(dict.fromkeys(keys, error.with_traceback(None)))
         return True
 
     def close(self) -> None:
         """Let all modules run as they did."""
         for module in list(self._undo):
             self._release(module)
-        # Nothing of belady's keeps a model alive.
         self._known.clear()
         self._must.clear()
 
@@ -176,7 +191,7 @@ class Cutting:
         self._allowed *= _LESS * budget / (budget + over)
         self._release(module)
         self._known.pop(module, None)
-        self._said.pop(module, None)
+        self._said.pop(id(module), None)
         return True
 
     def _cut(self, key: Key, call: Candidate, share: float, copies: Sequence[int]) -> bool:
@@ -185,13 +200,24 @@ class Cutting:
             return False
         module = call.module
         self._known.setdefault(module, {})[key] = _Decided(sections, _flags(module, sections))
-        self._said[module] = [_sentence(section) for section in sections]
+        self._said[id(module)] = [_sentence(section) for section in sections]
         self._wrap(module, sections)
         return True
 
     def _wrap(self, module: nn.Module, sections: Sections) -> None:
         if sections:
-            self._undo[module] = _InForce(sections, wrap(module, sections))
+            gate, root = self.gate, id(module)
+            self._undo[module] = _InForce(sections, wrap(module, sections, lambda: gate.lets(root)))
+
+    def _make_way(self, module: nn.Module) -> None:
+        """Release the sections of other roots that have modules of this one."""
+        for other in [it for it in self._undo if it is not module]:
+            pair = id(other), id(module)
+            if pair not in self._related:
+                mine = set(module.modules())
+                self._related[pair] = any(it in mine for it in other.modules())
+            if self._related[pair]:
+                self._release(other)
 
     def _release(self, module: nn.Module) -> None:
         self._undo.pop(module, _WHOLE).undo()

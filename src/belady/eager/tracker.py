@@ -114,9 +114,12 @@ class Tracker:
 
     def enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Root ``module`` is called."""
-        if self._ignored(module) or not self._may_enter(module):
+        if self._ignored(module):
             return
         call = (args, kwargs)
+        if not self._may_enter(module):
+            self._enter_again(module, call)
+            return
         if self.conductor is None:
             self.conductor = self._prepare(module)
         conductor = self.conductor
@@ -131,10 +134,24 @@ class Tracker:
             observation = self._iteration.observation
             if observation is not None and not self._whole:
                 observation.on_interrupted = _Hook(self, "_abort")
-        with self._by_itself():
-            conductor.enter(self._iteration, key, module, call)
+        else:
+            with self._by_itself():
+                conductor.enter(self._iteration, key, module, call)
+        conductor.gate.open(module)
         self._inside = module
         self._iteration.enter(key, module, call)
+
+    def _enter_again(self, module: torch.nn.Module, call: Call) -> None:
+        """Another call of a root in an iteration that is one pass for the engine: `whole`."""
+        if not self._whole or self._iteration is None or self.conductor is None:
+            return
+        if self.conductor.gate.is_open:
+            return  # it is called by another root
+        root = next(index for index, known in enumerate(self.roots) if known is module)
+        key = pass_key(root, module, call, self.conductor.carrier.device)
+        with self._by_itself():
+            self.conductor.enter(self._iteration, key, module, call)
+        self.conductor.gate.open(module)
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
@@ -187,9 +204,12 @@ class Tracker:
         return True
 
     def _leave(self, module: torch.nn.Module, _args: Any, result: Any) -> None:
-        if module is not self._inside or self._preparing or self._whole:
+        inside = module is self._inside or self._whole
+        if not inside or self._preparing or _calls_under_way(module) > 1:
             return
-        if _calls_under_way(module) > 1:
+        if self.conductor is not None:
+            self.conductor.gate.shut(module)
+        if self._whole:
             return
         self._inside = None
         if result is None and sys.exc_info()[0] is not None:

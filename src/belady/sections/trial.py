@@ -178,10 +178,13 @@ def _refuse_changed(name: str, container: Any, was: Any) -> None:
     """Each slice would change it again, and whoever reads it would have that of the last one."""
     if isinstance(was, dict):
         keys, missing = dict.fromkeys((*was, *container)), object()
-        changed = [f"{it!r}" for it in keys if not _same(container.get(it, missing), was.get(it))]
+        pairs = ((it, container.get(it, missing), was.get(it, missing)) for it in keys)
+        changed = [f"{it!r}" for it, now, before in pairs if not _same(now, before)]
+    elif isinstance(was, set):
+        changed = [] if container == was else ["an item of a set"]
     else:
         same = len(container) == len(was) and all(map(_same, container, was))
-        changed = [] if same else ["an item of a list or set"]
+        changed = [] if same else ["an item of a list"]
     if changed:
         raise SectionError(
             f"{name} cannot run in slices: its forward changes {changed[0]} among the attributes "

@@ -26,7 +26,13 @@ from belady.sections.stages import (
 from belady.sections.standins import StandIns
 
 
-def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
+def _always() -> bool:
+    return True
+
+
+def wrap(
+    model: nn.Module, sections: Iterable[Section], when: Callable[[], bool] = _always
+) -> Callable[[], None]:
     """Run modules of ``model`` in slices along the first dimension of their input.
 
     A section of one module replaces the forward of that module; one of several replaces the
@@ -37,6 +43,11 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
     A call is cut into slices when grad is enabled and its input or a parameter needs a gradient,
     a batch of fewer samples than slices into its samples; any other call runs as before. Hooks on
     modules inside a section would see slices, so they are refused; global module hooks do see them.
+
+    Parameters
+    ----------
+    when
+        Asked in every call; it runs as before where the answer is no.
 
     Notes
     -----
@@ -67,7 +78,7 @@ def wrap(model: nn.Module, sections: Iterable[Section]) -> Callable[[], None]:
             _refuse_overlap(name, taken)
         taken.update(section.modules)
         stretches.setdefault(owner, []).append(stretch)
-    places = [_Forward(owner, of, stand_ins) for owner, of in stretches.items()]
+    places = [_Forward(owner, of, stand_ins, when) for owner, of in stretches.items()]
     for place in places:
         place.attach()
 
@@ -142,8 +153,15 @@ class Stretch:
 class _Forward(Forward):
     """What a module with sections does in the place of its forward."""
 
-    def __init__(self, owner: nn.Module, stretches: Sequence[Stretch], stand_ins: StandIns) -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        stretches: Sequence[Stretch],
+        stand_ins: StandIns,
+        when: Callable[[], bool],
+    ) -> None:
         super().__init__(owner)
+        self._when = when
         self._stretches = {stretch.children[:1]: stretch for stretch in stretches}
         self._stand_ins = stand_ins
         self._stands = True
@@ -156,10 +174,11 @@ class _Forward(Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         owner = self.alive()
-        if not self._stands:
-            found = vars(owner).get("forward")
-            run = found if isinstance(found, Forward) else plain_forward(owner)
-            return run(*args, **kwargs)
+        found = self if self._stands else vars(owner).get("forward")
+        if found is not self and isinstance(found, Forward):
+            return found(*args, **kwargs)
+        if not (self._stands and self._when()):
+            return plain_forward(owner)(*args, **kwargs)
         with self._stand_ins.lock:
             whole = self._stretches.get(())
             if whole is not None:

@@ -168,6 +168,14 @@ def test_slices_of_one_sample_are_tried() -> None:
         trial(model, children(range(2), 3), torch.randn(9, 4))
 
 
+def test_a_set_that_nobody_changes_is_no_reason() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    for module in model:
+        module.names = set("abcdefghijklmnop")  # type: ignore[assignment]
+        module.names.discard("c")  # type: ignore[operator]
+    assert trial(model, children(range(2), 3), torch.randn(9, 4)).passes
+
+
 def test_a_gradient_that_rounding_alone_makes_does_not_count() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
