@@ -40,7 +40,16 @@ def settable_backend_flags() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_held_by_save_on() -> Iterator[None]:
+def nothing_left_running() -> Iterator[None]:
+    """A thread that outlives its tests would show in a later leak check, or not, by luck."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in left if name.startswith(("belady", "lane"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_held_by_save_on(nothing_left_running: None) -> Iterator[None]:
     """What `save_on` keeps for its next use must not show in other modules' leak checks."""
     yield
     if "belady.eager.save_on" in sys.modules:
@@ -54,15 +63,6 @@ def nothing_compiled() -> Iterator[None]:
     calls = sys.modules.get("belady.measure.calls")
     if calls is not None and calls.compiled_anything():
         sys.modules["torch._dynamo"].reset()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running() -> Iterator[None]:
-    """A thread that outlives its test would show in a later test's leak check, or not, by luck."""
-    before = set(threading.enumerate())
-    yield
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    assert not [name for name in left if name.startswith(("belady", "lane"))]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
