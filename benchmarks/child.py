@@ -25,9 +25,10 @@ from belady.simulate import bound
 from belady.units import parse_bytes
 from benchmarks.cases import BOUND, LOST, OWN, Case, Record, from_json
 from benchmarks.equality import equality
-from benchmarks.measure import kept, settled_peak, timed, versions
+from benchmarks.measure import kept, settled_peak, timed
 from benchmarks.methods import Opener, available, observed, opened, starved, tidy, too_little
 from benchmarks.peers import PEERS
+from benchmarks.provenance import provenance
 from benchmarks.records import RESULTS
 from benchmarks.smallest import smallest_cap
 from benchmarks.workloads import WORKLOADS, Setting, Workload
@@ -69,7 +70,7 @@ def main() -> None:
     for entry in given["cases"]:
         case = from_json(entry)
         begun = time.perf_counter()
-        record = case.as_json() | versions(case.device) | _outcome(case, known)
+        record = case.as_json() | provenance(case.device) | _outcome(case, known)
         record["wall_seconds"] = time.perf_counter() - begun
         print(json.dumps(record), flush=True)
         if record["outcome"] == "crash" and "CUDA error" in record["error"]:
@@ -118,7 +119,8 @@ class _Bench:
         if absent is not None:
             raise AbsentError(absent)
         # Before the method is applied, as plain's peak may be asked for.
-        searched = self.case.budget == "smallest"
+        known = self._known.caps.get(self.case.cap_of(self.case.method))
+        searched = self.case.budget == "smallest" and known is None
         cap = None if searched else self._cap(work)
         record: Record = {}
         with opened(work, self.case.method) as opener:
@@ -194,6 +196,8 @@ class _Bench:
             return None
         if budget == "own":
             return self._own(work)
+        if budget == "smallest":
+            return self._known.caps[self.case.cap_of(self.case.method)]
         if self.case.peer:
             return int(self._known.caps[self.case.cap_of(self.case.peer)] * self.case.share)
         if budget.endswith("%"):

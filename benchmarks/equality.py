@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import belady
 from benchmarks.cases import OWN, Case, Record
-from benchmarks.measure import DIGEST_OF, digest, versions
+from benchmarks.measure import DIGEST_OF, digest
 from benchmarks.methods import opened, tidy, too_little
+from benchmarks.provenance import versions
 from benchmarks.workloads import Workload
 
 Make = Callable[[], Workload]

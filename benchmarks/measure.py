@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-import belady
 from benchmarks.cases import Record
 from benchmarks.live import LiveBytes
 from benchmarks.methods import Session
-
-# What workloads and peers may come from.
-_PACKAGES = ("accelerate", "deepspeed", "timm", "torchtune", "torchvision", "transformers", "trl")
 
 # What `digest` names: records with another word cannot be compared.
 DIGEST_OF = "sha256 of each tensor's sha256"
@@ -137,29 +131,3 @@ def _deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = benchmark
-
-
-def versions(device: str) -> Record:
-    """Software and hardware."""
-    return {
-        "belady": belady.__version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "device_name": torch.cuda.get_device_name() if device == "cuda" else _processor(),
-        "packages": dict(_packages()),
-    }
-
-
-def _packages() -> Iterator[tuple[str, str]]:
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            yield name, version(name)
-
-
-def _processor() -> str:
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -126,7 +126,7 @@ def levels(found: list[Record]) -> str:
         cost = median(measured) / steady - 1
         costs.append(cost)
         if (record["workload"], record["precision"]) == ("resnet50", "bf16"):
-            every = record.get("recorded_seconds")
+            every = record.get("every_event_seconds")
             cells = [record["method"], record["budget"], record["moved_values"], _ms(steady)]
             cells += [_ms(median(measured)), f"{cost:+.1%}", _ms(every)]
             rows.append(f"| {' | '.join(map(str, cells))} |\n")

@@ -64,7 +64,7 @@ def test_what_measuring_costs_is_told_of_cases_that_ran_undisturbed() -> None:
     case = {"workload": "resnet50", "precision": "bf16", "method": "belady:auto", "budget": "50%"}
     took = {"moved_values": 3, "pipelined_seconds": 0.1, "verified_seconds": [0.101, 0.103]}
     found = [
-        {**case, **took, "recorded_seconds": 0.11},
+        {**case, **took, "every_event_seconds": 0.11},
         {**case, **took, "workload": "vit", "verified_seconds": [0.1]},
         {**case, **took, "allocation_retries": 2, "verified_seconds": [9.0]},
         {**case, "method": "plain", "pipelined_seconds": 0.1},

@@ -76,7 +76,9 @@ def test_a_cap_is_found_before_what_needs_it() -> None:
 def test_what_is_compiled_has_a_process_of_its_own() -> None:
     parser = argparse.ArgumentParser()
     frontier.add_arguments(parser)
-    given = parser.parse_args(["out", "--policy", "belady-graph:auto", "--policy", "auto"])
+    given = parser.parse_args(
+        ["out", "--policy", "belady-graph:auto", "--policy", "auto", "--rounds", "1"]
+    )
     ours = [case for case in frontier.cases(given) if case.shared]
     groups = [{case.method for case in group} for group in grouped(ours)]
     assert [it for it in groups if "belady-graph:auto" in it] == [{"belady-graph:auto"}] * 2
