@@ -83,6 +83,15 @@ def test_a_budget_is_a_share_of_a_peers_cap() -> None:
     assert (record["outcome"], record["budget_bytes"]) == ("ok", 3 << 19)
 
 
+def test_a_cap_that_is_known_is_not_searched_for_again() -> None:
+    case = Case("vgg19", "checkpoint", "smallest", **_toy())
+    found = child._outcome(case, Known({}))
+    again = child._outcome(case, Known({}, {case.cap_of("checkpoint"): found["budget_bytes"]}))
+    assert found["trials"]
+    assert "trials" not in again
+    assert again["budget_bytes"] == found["budget_bytes"]
+
+
 def _toy() -> dict[str, Any]:
     return {"device": "cpu", "toy": True, "repeats": 2}
 
