@@ -9,6 +9,7 @@ from belady.errors import PlanMismatchError
 from belady.explain import choices
 from belady.explain.document import Choice, Outcome, Weighed
 from belady.ir.legality import Problem, check
+from belady.ir.margin import needed
 from belady.ir.plan import Decision, Managed, Offload, Recompute
 from belady.ir.residency import away
 from belady.ir.run import Run
@@ -185,7 +186,7 @@ class Scales:
             stall_seconds=timeline.stall_seconds,
             replay_seconds=timeline.replay_seconds,
             peak_bytes=peak,
-            needed_bytes=self.run.hardware.allocator.budget_for(peak),
+            needed_bytes=needed(self.run.trace, self.run.hardware.allocator, timeline.curve)[0],
         )
 
 

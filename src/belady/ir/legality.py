@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from belady.errors import InfeasibleBudgetError, PlanMismatchError
 from belady.ir.hardware import HardwareProfile
+from belady.ir.margin import needed
 from belady.ir.plan import Budget, Encode, Managed, Offload, Plan, Recompute
 from belady.ir.replay import reasons
 from belady.ir.residency import away, curve, intervals, tier_curve
@@ -32,6 +33,8 @@ class Verdict:
     ----------
     peak_bytes, peak_op
         Device peak, allocator rounding included and margin excluded, and the op at it.
+    needed_bytes, needed_op
+        Smallest budget with the margin, and the op that asks for it.
     host_bytes, disk_bytes
         Most bytes held in the other tiers.
     problems
@@ -40,6 +43,8 @@ class Verdict:
 
     peak_bytes: int
     peak_op: int
+    needed_bytes: int
+    needed_op: int
     host_bytes: int
     disk_bytes: int
     problems: tuple[Problem, ...]
@@ -70,22 +75,28 @@ def check(trace: Trace, hardware: HardwareProfile, plan: Plan, budget: Budget) -
         )
     problems = [*_unknown_ids(trace, plan)]
     if problems:
-        return Verdict(0, 0, 0, 0, tuple(problems))
+        return _broken(problems)
     problems += _not_executable(plan)
     problems += _unreachable(hardware, plan)
     for value in plan.decisions:
         problems += _decision_problems(trace, plan, value)
     if problems:
-        return Verdict(0, 0, 0, 0, tuple(problems))
+        return _broken(problems)
     spans = intervals(trace, plan)
     held = curve(trace, plan, hardware.allocator, spans)
     peak_op = max(range(len(held)), key=held.__getitem__, default=0)
     peak = held[peak_op] if held else 0
     host = max(tier_curve(spans, Tier.HOST, len(trace.ops)), default=0)
     disk = max(tier_curve(spans, Tier.DISK, len(trace.ops)), default=0)
-    problems += _over_budget(trace, hardware, budget, peak, peak_op)
+    asked, asking = needed(trace, hardware.allocator, held)
+    if trace.ops:
+        problems += _over_budget(trace, budget, asked, asking, held[asking])
     problems += _over_capacity(hardware, budget, host, disk)
-    return Verdict(peak, peak_op, host, disk, tuple(problems))
+    return Verdict(peak, peak_op, asked, asking, host, disk, tuple(problems))
+
+
+def _broken(problems: list[Problem]) -> Verdict:
+    return Verdict(0, 0, 0, 0, 0, 0, tuple(problems))
 
 
 def require(trace: Trace, hardware: HardwareProfile, plan: Plan, smallest_bytes: int) -> Verdict:
@@ -101,11 +112,10 @@ def require(trace: Trace, hardware: HardwareProfile, plan: Plan, smallest_bytes:
     verdict = check(trace, hardware, plan, plan.budget)
     if verdict.ok:
         return verdict
-    needed = hardware.allocator.budget_for(verdict.peak_bytes)
-    if needed > plan.budget.device_bytes:
-        op = trace.ops[verdict.peak_op]
+    if verdict.needed_bytes > plan.budget.device_bytes and trace.ops:
+        op = trace.ops[verdict.needed_op]
         raise InfeasibleBudgetError(
-            needed_bytes=needed,
+            needed_bytes=verdict.needed_bytes,
             budget_bytes=plan.budget.device_bytes,
             smallest_bytes=smallest_bytes,
             op=op.name,
@@ -215,16 +225,13 @@ def _offload_problems(trace: Trace, index: int, decision: Offload, read: int) ->
         )
 
 
-def _over_budget(
-    trace: Trace, hardware: HardwareProfile, budget: Budget, peak: int, peak_op: int
-) -> Iterator[Problem]:
-    needed = hardware.allocator.budget_for(peak)
-    if needed > budget.device_bytes and trace.ops:
+def _over_budget(trace: Trace, budget: Budget, asked: int, at: int, held: int) -> Iterator[Problem]:
+    if asked > budget.device_bytes:
         yield Problem(
-            f"{trace.locate(peak_op)} holds {peak} bytes at the peak and so needs a budget of "
-            f"{needed}, more than the {budget.device_bytes} given",
-            op=peak_op,
-            nbytes=needed - budget.device_bytes,
+            f"{trace.locate(at)} holds {held} bytes at the peak and so needs a budget of "
+            f"{asked}, more than the {budget.device_bytes} given",
+            op=at,
+            nbytes=asked - budget.device_bytes,
         )
 
 

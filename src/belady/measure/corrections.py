@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from belady.ir.hardware import Allocator, HardwareProfile, Link
+from belady.ir.margin import moving_peak
 from belady.ir.plan import Encode, Offload, Plan, Recompute
+from belady.ir.residency import curve
 from belady.ir.scratch import scratch
 from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Op, Phase, Tier, Trace
@@ -172,7 +174,7 @@ def with_gap_of(
     others
         Margins of plans that were measured before, and whether the allocator had to flush.
     """
-    fraction, peak = allocator.margin_fraction, measured.peak(Tier.DEVICE)
+    fraction, peak = allocator.margin_fraction, _moving_peak(trace, plan, allocator, measured)
     if measured.allocation_retries:
         more = wider(allocator).margin_fraction
         if peak and measured.reserved_bytes:
@@ -193,6 +195,12 @@ def with_gap_of(
     half = max(_HALVED_AT_LEAST, (fraction + too_small) / 2)
     less = half if shown > half or shown <= too_small else shown
     return replace(allocator, margin_fraction=less) if fraction - less >= _MARGIN_STEP else None
+
+
+def _moving_peak(trace: Trace, plan: Plan, allocator: Allocator, measured: Measured) -> int:
+    """The peak measured, less what an optimizer's step is predicted to hold beyond all else."""
+    held = curve(trace, plan, allocator)
+    return measured.peak(Tier.DEVICE) - max(held, default=0) + moving_peak(trace, held)
 
 
 def wider(allocator: Allocator) -> Allocator:

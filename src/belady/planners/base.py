@@ -126,8 +126,8 @@ def finish(case: Case, draft: Draft) -> Plan:
     made = attempt(case, draft)
     if made is None:
         made = assemble(case, draft)
-        peak = check(case.trace, case.hardware, made, case.budget).peak_bytes
-        require(case.trace, case.hardware, made, case.hardware.allocator.budget_for(peak))
+        verdict = check(case.trace, case.hardware, made, case.budget)
+        require(case.trace, case.hardware, made, verdict.needed_bytes)
     return made
 
 

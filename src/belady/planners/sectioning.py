@@ -16,6 +16,7 @@ from operator import itemgetter
 from belady.errors import PlanMismatchError
 from belady.ir.finding import find
 from belady.ir.hardware import HardwareProfile
+from belady.ir.margin import needed
 from belady.ir.plan import Budget, Section
 from belady.ir.residency import curve
 from belady.ir.sections import apply
@@ -267,8 +268,8 @@ class Sectioning:
 def _needed(trace: Trace, hardware: HardwareProfile, budget: Budget) -> tuple[int, str]:
     case = Case(trace, hardware, budget)
     held = curve(trace, assemble(case, FLOOR.draft(case)), hardware.allocator)
-    peak = max(held, default=0)
-    return hardware.allocator.budget_for(peak), trace.ops[held.index(peak)].module if held else ""
+    nbytes, at = needed(trace, hardware.allocator, held)
+    return nbytes, trace.ops[at].module if held else ""
 
 
 def _with(chosen: Sections, section: Section) -> Sections:

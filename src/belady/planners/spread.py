@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from belady.ir.margin import rooms
 from belady.ir.plan import Offload, Plan
 from belady.ir.residency import curve, offload_boundaries
 from belady.ir.timeline import Lane, Timeline
@@ -186,8 +187,8 @@ def alone(trace: Trace, values: Iterable[int]) -> set[int]:
 def slack_of(case: Case, plan: Plan) -> Bytes:
     """Bytes that the budget leaves during each op under the plan."""
     held = curve(case.trace, plan, case.hardware.allocator)
-    room = case.hardware.allocator.peak_within(case.budget.device_bytes)
-    return room - np.array(held, dtype=np.int64)
+    room = rooms(case.trace, case.hardware.allocator, case.budget.device_bytes)
+    return np.array(room, dtype=np.int64) - np.array(held, dtype=np.int64)
 
 
 def boundary_times(trace: Trace, timeline: Timeline | None) -> Times:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from belady.ir.margin import needed
 from belady.ir.plan import Encode, Managed, Offload, Plan, Workspace
-from belady.ir.residency import intervals, managed_room
+from belady.ir.residency import curve, intervals, managed_room
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Phase, Source, StorageKind, Tier, Trace
@@ -42,7 +43,9 @@ def fits(run: Run) -> bool:
     """Whether the budget holds: as measured, or as predicted where nothing was measured."""
     budget, measured = run.plan.budget.device_bytes, run.measured
     if measured is None:
-        return run.hardware.allocator.budget_for(run.plan.predicted_peak_bytes) <= budget
+        allocator = run.hardware.allocator
+        held = run.predicted.curve or curve(run.trace, run.plan, allocator)
+        return needed(run.trace, allocator, held)[0] <= budget
     return max(measured.peak(Tier.DEVICE), measured.reserved_bytes) <= budget
 
 

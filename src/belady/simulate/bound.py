@@ -14,7 +14,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from belady.errors import MissingExtraError
-from belady.ir.hardware import Allocator, HardwareProfile
+from belady.ir.hardware import HardwareProfile
+from belady.ir.margin import needed, rooms
 from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Lane, Timeline
 from belady.ir.trace import Trace
@@ -88,17 +89,17 @@ def bound(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Bound:
     held = _without(list(keep.curve), [item for item in items if item.value < 0])
     items = [item for item in items if item.value >= 0]
     floor = _without(held, items)
-    op = max(range(len(floor)), key=floor.__getitem__)
-    needed = hardware.allocator.budget_for(floor[op])
-    if needed > budget.device_bytes:
-        return Bound(math.inf, math.inf, "infeasible", op, needed)
-    limit = _largest_peak(hardware.allocator, budget.device_bytes)
-    samples = _samples(held, limit)
+    least, op = needed(trace, hardware.allocator, floor)
+    if least > budget.device_bytes:
+        return Bound(math.inf, math.inf, "infeasible", op, least)
+    limits = rooms(trace, hardware.allocator, budget.device_bytes)
+    over = [have - limit for have, limit in zip(held, limits, strict=True)]
+    samples = _samples(over)
     if not samples:
-        return Bound(keep.seconds, 0.0, "kept", op, needed)
-    segments = _segments(trace, keep, samples, [held[i] - limit for i in samples])
+        return Bound(keep.seconds, 0.0, "kept", op, least)
+    segments = _segments(trace, keep, samples, [over[i] for i in samples])
     seconds, status = _solve(relax(segments, items, links), keep.seconds)
-    return Bound(seconds, seconds - keep.seconds, status, op, needed, 2 * len(samples) + 1)
+    return Bound(seconds, seconds - keep.seconds, status, op, least, 2 * len(samples) + 1)
 
 
 def _without(held: list[int], items: list[Movable]) -> list[int]:
@@ -109,19 +110,12 @@ def _without(held: list[int], items: list[Movable]) -> list[int]:
     return [have + less for have, less in zip(held, accumulate(change), strict=False)]
 
 
-def _largest_peak(allocator: Allocator, budget_bytes: int) -> int:
-    peak = allocator.peak_within(budget_bytes)
-    while allocator.budget_for(peak + 1) <= budget_bytes:
-        peak += 1
-    return peak
-
-
-def _samples(held: list[int], limit: int) -> list[int]:
-    """Ops whose memory is constrained: the fullest of each run of those over the limit."""
-    over = [op for op, nbytes in enumerate(held) if nbytes > limit]
+def _samples(excess: list[int]) -> list[int]:
+    """Ops whose memory is constrained: of each run of those over the limit the one most over it."""
+    over = [op for op, nbytes in enumerate(excess) if nbytes > 0]
     count = min(len(over), _SAMPLES)
     cuts = [len(over) * part // count for part in range(count + 1)] if count else []
-    return [max(over[low:high], key=held.__getitem__) for low, high in pairwise(cuts)]
+    return [max(over[low:high], key=excess.__getitem__) for low, high in pairwise(cuts)]
 
 
 def _segments(trace: Trace, keep: Timeline, samples: list[int], excess: list[int]) -> Segments:
