@@ -20,6 +20,7 @@ from belady.measure.clock import Clock
 from belady.measure.modules import RootCall, module_paths
 from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
+from belady.measure.sums import in_place
 from belady.measure.trials import Trials
 
 
@@ -119,7 +120,11 @@ class Observation:
             if value.producer < 0 and value.version == 0
         )
         unseen = max(0, self._held_before - known) if self._held_before else 0
-        return assemble(self.recorder, tuple(self.roots), Source.EAGER, unseen)
+        trace = assemble(self.recorder, tuple(self.roots), Source.EAGER, unseen)
+        if trace.device == "cpu":
+            # There memory is counted by watching, and so is what the trace says.
+            return trace
+        return in_place(trace, (at for at, op in enumerate(self.recorder.ops) if op.may_sum))
 
     def peak_bytes(self, round_bytes: int) -> int:
         """Most bytes really held during one op, by count of live storages."""

@@ -28,9 +28,11 @@ from belady.measure.records import (
     draws,
     mutated,
     need_of,
+    newest_node,
     tensors_in,
     written_arguments,
 )
+from belady.measure.sums import may_sum
 from belady.measure.trials import Trials
 from belady.memory.geometry import shape_of
 
@@ -114,7 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pass_index,
             ordinal,
             len(self.ops),
-            _newest_node(),
+            newest_node(),
             self.modules[-1] if self.modules else "",
             shape_of(tensor),
             tuple(tensor.stride()) if strided else (),
@@ -210,9 +212,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.pass_index,
             Mode.REPLAY if replay else Mode.NORMAL,
             gap,
-            node._sequence_nr() if backward else _newest_node(),
+            node._sequence_nr() if backward else newest_node(),
             random=draws(func, args, kwargs),
             communicates=name.startswith(("c10d", "_c10d_functional")),
+            may_sum=backward and may_sum(name, node),
         )
         operands = list(tensors_in((*args, *kwargs.values())))
         self.shapes.append(tuple(map(shape_of, operands)))
@@ -293,8 +296,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # one storage for as long as the recorder lives; the Python weak reference tells of death.
         anchor = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._anchored.append((anchor, weakref.ref(storage, gone)))
-
-
-def _newest_node() -> int:
-    """Number of the autograd node that this thread made last: every node takes the next one."""
-    return torch._C._autograd._get_sequence_nr() - 1

@@ -30,6 +30,7 @@ class RawOp:
     random: bool = False
     mutates: bool = False
     communicates: bool = False
+    may_sum: bool = False
 
 
 @dataclass(slots=True)
@@ -120,3 +121,8 @@ def mutated(names: frozenset[int | str], args: tuple[Any, ...], kwargs: Any) -> 
         return []
     positional = [argument for position, argument in enumerate(args) if position in names]
     return positional + [kwargs[name] for name in kwargs if name in names]
+
+
+def newest_node() -> int:
+    """Number of the autograd node that this thread made last: every node takes the next one."""
+    return torch._C._autograd._get_sequence_nr() - 1
