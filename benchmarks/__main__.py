@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def main() -> int:
     merge.add_argument("-o", "--out", type=Path, required=True)
     merge.set_defaults(carry_out=_merge)
     arguments = parser.parse_args()
+    # As an exception, so that what measures is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     return int(arguments.carry_out(arguments))
 
 

@@ -1,15 +1,18 @@
 """The process that measures: cases of one workload in, a JSON line for each out.
 
-``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, "caps": {…}}`` from its
-input. Plain's losses and gradients, which equality is judged by, are taken from ``references`` or
-worked out here first, and then told in the record. ``caps`` are those that budgets are shares of.
+``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, "caps": {…}}`` from a line
+of its input, and ends where the input does: whoever asked is gone then, however that came. Plain's
+losses and gradients, which equality is judged by, are taken from ``references`` or worked out here
+first, and then told in the record. ``caps`` are those that budgets are shares of.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field, replace
@@ -65,7 +68,8 @@ class Known:
 
 def main() -> None:
     """Measure the cases that the input names."""
-    given = json.load(sys.stdin)
+    given = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     known = Known(given.get("references", {}), given.get("caps", {}))
     for entry in given["cases"]:
         case = from_json(entry)
@@ -76,6 +80,14 @@ def main() -> None:
         if record["outcome"] == "crash" and "CUDA error" in record["error"]:
             # The context is lost with it; the caller goes on in a new process.
             sys.exit(LOST)
+
+
+def _end_with(descriptor: int) -> None:
+    """End this process when its input ends, whatever it is at."""
+    # Not by `sys.stdin`, whose lock a thread that waits for input would hold at exit.
+    while os.read(descriptor, 1 << 16):
+        pass
+    os._exit(1)
 
 
 def _outcome(case: Case, known: Known) -> Record:

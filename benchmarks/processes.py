@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.cases import LOST, Case, Record
 
@@ -46,12 +47,10 @@ def measure(
     """
     todo = list(cases)
     request = {"cases": [case.as_json() for case in cases], **known}
-    with TemporaryFile("w+") as given, TemporaryFile("w+") as errors:
-        given.write(json.dumps(request))
-        given.seek(0)
+    with TemporaryFile("w+") as errors:
         with subprocess.Popen(
             [sys.executable, "-m", "benchmarks.child"],
-            stdin=given,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -61,6 +60,7 @@ def measure(
             killer = threading.Timer(seconds, child.kill)
             killer.start()
             try:
+                _ask(child.stdin, json.dumps(request))
                 for line in child.stdout or ():
                     if line.startswith('{"workload"'):
                         keep(json.loads(line))
@@ -74,6 +74,19 @@ def measure(
         end = errors.read()[-_ERROR_END:]
     ended = f"the process ended with {status}: {end}"
     return todo, ended if todo and status != LOST else None
+
+
+def _ask(given: IO[str] | None, request: str) -> None:
+    """Hand the request over; the pipe stays open, as its end tells the process to end too."""
+    if given is None:
+        return
+    try:
+        given.write(f"{request}\n")
+        given.flush()
+    except BrokenPipeError:
+        # It is gone, as its status will say; what is left to be written must not be tried again.
+        with suppress(BrokenPipeError):
+            given.close()
 
 
 def environment() -> dict[str, str]:
