@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from pathlib import Path
 
-from benchmarks import frontier, kernels, plot, records, run, tables
+from benchmarks import frontier, kernels, options, plot, records, run, tables
+from benchmarks.errors import GivenError
 from benchmarks.founders import verb as founders
 
 
@@ -28,13 +28,16 @@ def main() -> int:
         module.add_arguments(verb)
         verb.set_defaults(carry_out=module.run)
     merge = verbs.add_parser("merge", help="put the records of several files into one")
-    merge.add_argument("files", type=Path, nargs="+")
-    merge.add_argument("-o", "--out", type=Path, required=True)
+    merge.add_argument("files", type=options.existing, nargs="+")
+    merge.add_argument("-o", "--out", type=options.writable, required=True)
     merge.set_defaults(carry_out=_merge)
     arguments = parser.parse_args()
     # As an exception, so that what measures is ended on the way out.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    return int(arguments.carry_out(arguments))
+    try:
+        return int(arguments.carry_out(arguments))
+    except GivenError as error:
+        parser.error(str(error))
 
 
 def _merge(arguments: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
+from benchmarks import options
 from benchmarks.cases import OURS, OWN, Case
 from benchmarks.run import add_how, execute, how, sizes_of
 from benchmarks.suites import FRONTIER, PEER_NAMES, frontier_of
@@ -18,7 +18,9 @@ LADDER = (120, 100, 80, 65, 50, 40, 30, 25, 20)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("out", type=Path, help="JSON lines; cases that it holds are skipped")
+    parser.add_argument(
+        "out", type=options.writable, help="JSON lines; cases that it holds of here are skipped"
+    )
     parser.add_argument("--workload", default="resnet50", help="resnet50 unless given")
     parser.add_argument("--precision", default="bf16", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--channels-last", action="store_true")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
 
-from benchmarks import records
+from benchmarks import options, records
 from benchmarks.beside import copies
 from benchmarks.cases import Record
 from benchmarks.questions import OF_KERNELS, Asked
@@ -22,7 +21,7 @@ QUESTIONS = {**OF_KERNELS, "copies": copies}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("out", type=Path, help="JSON lines; answers are added")
+    parser.add_argument("out", type=options.writable, help="JSON lines; answers are added")
     parser.add_argument("--question", action="append", choices=QUESTIONS, help="all unless given")
     parser.add_argument("--device", default="cuda", help="or cpu, where no setting matters")
     parser.add_argument("--repeats", type=int, default=9, help="of which the median counts")

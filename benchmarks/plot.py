@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks import records
+from benchmarks import options, records
 from benchmarks.cases import BOUND, OWN, Record
 
 if TYPE_CHECKING:
@@ -22,8 +21,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("files", type=Path, nargs="+", help="JSON lines")
-    parser.add_argument("-o", "--out", type=Path, required=True, help="ends in .svg or .png")
+    parser.add_argument("files", type=options.existing, nargs="+", help="JSON lines")
+    parser.add_argument(
+        "-o", "--out", type=options.figure, required=True, help="ends in .svg or .png"
+    )
     parser.add_argument("--workload", help="needed where the records are of several")
     parser.add_argument("--precision", help="likewise")
 

@@ -15,9 +15,14 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from benchmarks.cases import LOST, Case, Record
+from benchmarks.errors import GivenError
 
 ROOT = Path(__file__).parents[1]
 _ERROR_END = 2000
+_ABOUT = (
+    "import json, sys; from benchmarks.provenance import versions; "
+    "print(json.dumps(versions(sys.argv[1])))"
+)
 
 
 def grouped(cases: Iterable[Case]) -> Iterator[list[Case]]:
@@ -25,6 +30,24 @@ def grouped(cases: Iterable[Case]) -> Iterator[list[Case]]:
     for _, group in itertools.groupby(cases, key=lambda case: case.shared and case.together):
         found = list(group)
         yield from [found] if found[0].shared else [[case] for case in found]
+
+
+def here(device: str) -> Record:
+    """Name of the device and version of torch, as records of this machine have them.
+
+    Asked of a process of its own, as a context holds bytes of the device that is measured.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _ABOUT, device],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    if done.returncode:
+        raise GivenError(f"device {device!r} cannot be used: {done.stderr.strip()[-_ERROR_END:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: found[name] for name in ("device_name", "torch")}
 
 
 def measure(

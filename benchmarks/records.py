@@ -7,16 +7,49 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.cases import Record, from_json, key_of
+from benchmarks.errors import GivenError
 
 RESULTS = Path(__file__).parent / "results"
 
+# Name of the device and version of torch: what was measured on one says nothing of another.
+Machine = tuple[str | None, str | None]
+_NOWHERE: Machine = (None, None)
+
+
+def machine(record: Record) -> Machine:
+    """What a record was measured on."""
+    return record.get("device_name"), record.get("torch")
+
 
 def read(path: Path) -> list[Record]:
-    """Records of a file in order; a last line that was cut off is left out."""
+    """Records of a file in order, none where there is no file.
+
+    A last line that was cut off is left out.
+
+    Raises
+    ------
+    GivenError
+        If another line is no record; it names file and line.
+    """
     if not path.exists():
         return []
-    lines = path.read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    *lines, last = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(lines, 1):
+        record = _parsed(line)
+        if record is None and line.strip():
+            raise GivenError(f"{path}, line {number}: not a record, which is an object of JSON")
+        found.append(record)
+    return [record for record in (*found, _parsed(last)) if record is not None]
+
+
+def _parsed(line: bytes) -> Record | None:
+    """The record of a line; None where it is none, as no part of one is."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def committed() -> list[Record]:
@@ -26,12 +59,16 @@ def committed() -> list[Record]:
 
 def append(path: Path, record: Record) -> None:
     """Write one record down; half a line of a process that was killed is taken off first."""
+    begun = b""
     if path.exists():
         text = path.read_bytes()
-        if text and not text.endswith(b"\n"):
-            path.write_bytes(text[: text.rfind(b"\n") + 1])
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        whole = text.rfind(b"\n") + 1
+        if _parsed(text[whole:]) is not None:
+            begun = b"\n"
+        elif text[whole:]:
+            path.write_bytes(text[:whole])
+    with path.open("ab") as file:
+        file.write(begun + f"{json.dumps(record)}\n".encode())
 
 
 def write(path: Path, found: Iterable[Record]) -> None:
@@ -40,13 +77,17 @@ def write(path: Path, found: Iterable[Record]) -> None:
 
 
 def merge(paths: Iterable[Path]) -> list[Record]:
-    """Records of all files; of one case, the first that came to something."""
-    found: dict[str, Record] = {}
+    """Records of all files; of one case on one machine, the first that came to something.
+
+    Of before crashes named their machine, they give way to what any machine has of the case.
+    """
+    found: dict[tuple[str, Machine], Record] = {}
     for number, record in enumerate(r for path in paths for r in read(path)):
-        key = key_of(record) or f"without a key {number}"
-        if key not in found or found[key]["outcome"] == "crash":
-            found[key] = record
-    return list(found.values())
+        name = (key_of(record) or f"without a key {number}", machine(record))
+        if name not in found or found[name].get("outcome") == "crash":
+            found[name] = record
+    told = {key for key, of in found if of != _NOWHERE}
+    return [it for (key, of), it in found.items() if of != _NOWHERE or key not in told]
 
 
 def caps(records: Iterable[Record]) -> dict[str, int | None]:

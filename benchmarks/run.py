@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from belady.units import format_bytes, format_seconds, parse_bytes
-from benchmarks import records
+from benchmarks import options, records
 from benchmarks.cases import BOUND, OWN, Case, Record, label
-from benchmarks.processes import grouped, measure
+from benchmarks.processes import grouped, here, measure
 from benchmarks.suites import PEER_NAMES, SUITES
 
 # Titles, entries of a record, and how they are written.
@@ -42,7 +42,9 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("out", type=Path, help="JSON lines; cases that it holds are skipped")
+    parser.add_argument(
+        "out", type=options.writable, help="JSON lines; cases that it holds of here are skipped"
+    )
     parser.add_argument(
         "--suite", action="append", choices=sorted(SUITES), default=[],
         help="cases with a name, see benchmarks/README.md; else those that the options name",
@@ -191,20 +193,15 @@ def execute(cases: Sequence[Case], arguments: argparse.Namespace, limit_s: float
     """Measure what is not in the file yet, until the time is up. Gives an exit status."""
     out: Path = arguments.out
     deadline = time.monotonic() + limit_s
-    # What crashed is not tried again unless its line is deleted.
-    known = records.read(out)
-    cases = after_caps(cases, records.caps(known))
-    done = {records.key_of(record) for record in known}
-    todo = [case for case in cases if case.key not in done]
-    if len(todo) < len(cases):
-        print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {out}")
-    if any(case.device.startswith("cuda") for case in todo) and not _has_cuda():
+    if any(case.device.startswith("cuda") for case in cases) and not _has_cuda():
         print("there is no CUDA device here: --toy runs small networks on a CPU")
         return 2
+    machines = {device: here(device) for device in sorted({case.device for case in cases})}
+    todo = _left(cases, out, machines)
     for group in grouped(todo):
         remaining = group
         while remaining:
-            known = records.read(out)
+            known = _of(machines, records.read(out))
             remaining, caps = _capped(remaining, records.caps(known))
             if not remaining:
                 break
@@ -217,8 +214,33 @@ def execute(cases: Sequence[Case], arguments: argparse.Namespace, limit_s: float
             remaining, ended = measure(remaining, told, allowed, lambda record: _keep(record, out))
             if ended is not None and time.monotonic() < deadline:
                 failed = remaining.pop(0)
-                _keep(failed.as_json() | {"outcome": "crash", "error": ended}, out)
+                about = failed.as_json() | machines[failed.device]
+                _keep(about | {"outcome": "crash", "error": ended}, out)
     return 0
+
+
+def _left(cases: Sequence[Case], out: Path, machines: Mapping[str, Record]) -> list[Case]:
+    """The cases that the file does not hold of this machine, after those that find their caps.
+
+    What crashed is not tried again unless its line is deleted.
+    """
+    held = records.read(out)
+    known = _of(machines, held)
+    cases = after_caps(cases, records.caps(known))
+    done = {records.key_of(record) for record in known}
+    todo = [case for case in cases if case.key not in done]
+    if len(todo) < len(cases):
+        print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {out}")
+    again = {case.key for case in todo} & {records.key_of(record) for record in held}
+    if again:
+        print(f"{len(again)} of which {out} has records, but none of this device and torch")
+    return todo
+
+
+def _of(machines: Mapping[str, Record], held: Iterable[Record]) -> list[Record]:
+    """The records that this machine measured."""
+    these = {(device, *records.machine(about)) for device, about in machines.items()}
+    return [it for it in held if (it.get("device"), *records.machine(it)) in these]
 
 
 def _capped(

@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from benchmarks import records
+from benchmarks import options, records
 from benchmarks.cases import Record
 from benchmarks.founders.claim import Net
 from benchmarks.founders.claims import CLAIMS
@@ -26,8 +25,11 @@ _NAMES = ("machine", "workload", "batch", "speed", "method", "budget")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("out", type=Path, help="JSON lines; what it holds is not simulated again")
-    parser.add_argument("--workload", action="append", help="only these")
+    parser.add_argument(
+        "out", type=options.writable, help="JSON lines; what it holds is not simulated again"
+    )
+    networks = sorted({net.workload for _, net in experiments()})
+    parser.add_argument("--workload", action="append", choices=networks, help="only these")
     parser.add_argument("--machine", action="append", choices=sorted(MACHINES), help="only these")
     parser.add_argument("--limit-s", type=float, default=540.0, help="of everything")
     parser.add_argument("--ilp-limit-s", type=float, default=60.0, help="of each integer program")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import frontier, records, run
-from benchmarks.cases import Case, from_json, key_of
+from benchmarks.cases import Case, from_json
 from benchmarks.plot import points
 from benchmarks.processes import grouped
 from benchmarks.run import add_arguments, after_caps, in_rounds
@@ -95,30 +95,6 @@ def test_a_cap_of_another_setting_is_another() -> None:
     assert records.caps([failed]) == {case.cap_of("checkpoint"): None}
 
 
-def test_records_of_before_there_were_keys_are_read_and_merged(tmp_path: Path) -> None:
-    old, path = {"net": "resnet50", "policy": "floor", "median_s": 0.5}, tmp_path / "old.jsonl"
-    records.write(path, [old, old])
-    assert key_of(old) is None
-    assert records.merge([path]) == [old, old]
-
-
-def test_half_a_line_is_not_a_record(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    records.append(path, {"a": 1})
-    path.write_text(path.read_text() + '{"b": ')
-    assert records.read(path) == [{"a": 1}]
-    records.append(path, {"c": 2})
-    assert records.read(path) == [{"a": 1}, {"c": 2}]
-
-
-def test_a_crash_gives_way_to_a_result(tmp_path: Path) -> None:
-    case = Case("resnet50", "plain").as_json()
-    paths = [tmp_path / "a", tmp_path / "b"]
-    records.write(paths[0], [case | {"outcome": "crash"}])
-    records.write(paths[1], [case | {"outcome": "ok"}])
-    assert records.merge(paths) == [case | {"outcome": "ok"}]
-
-
 def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = (
@@ -155,13 +131,15 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
+    about = {"device_name": "a device", "torch": "2"}
 
     def measured(cases: list[Case], known: Any, _seconds: float, keep: Any) -> tuple[Any, None]:
         told.append(dict(known["caps"]))
-        keep(cases[0].as_json() | {"outcome": "ok", "budget_bytes": 7})
+        keep(cases[0].as_json() | about | {"outcome": "ok", "budget_bytes": 7})
         return cases[1:], None
 
     monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "here", lambda _device: about)
     case = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
     arguments = argparse.Namespace(out=tmp_path / "out.jsonl", case_limit_s=9.0)
     for _ in range(2):
@@ -170,6 +148,39 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
     assert (first["method"], first["budget"]) == ("checkpoint", "smallest")
     assert from_json(second) == case
     assert told == [{}, {case.cap_of("checkpoint"): 7}]
+
+
+def test_what_another_machine_measured_is_measured_here_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    here = {"device_name": "a device", "torch": "2"}
+
+    def measured(cases: list[Case], known: Any, _seconds: float, keep: Any) -> tuple[Any, Any]:
+        asked.append(cases[0].method)
+        assert known["references"] == {}
+        assert 5 not in known["caps"].values()
+        if cases[0].method == "plain":
+            return cases, "the process ended with -9"
+        keep(cases[0].as_json() | here | {"outcome": "ok", "budget_bytes": 7})
+        return cases[1:], None
+
+    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "here", lambda _device: here)
+    cases = [
+        Case("vgg19", "checkpoint", "smallest", device="cpu"),
+        Case("vgg19", "plain", device="cpu"),
+    ]
+    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", case_limit_s=9.0)
+    others = [here | {"torch": "1"}, here | {"device_name": "another"}, {}]
+    cap = {"outcome": "ok", "budget_bytes": 5, "plain_digest": "of elsewhere"}
+    records.write(arguments.out, [case.as_json() | it | cap for it in others for case in cases])
+    run.execute(cases, arguments, 60)
+    assert "2 of which" in capsys.readouterr().out
+    assert asked == ["checkpoint", "plain"]
+    assert all(here.items() <= it.items() for it in records.read(arguments.out)[-2:])
+    run.execute(cases, arguments, 60)
+    assert asked == ["checkpoint", "plain"]
 
 
 def test_without_a_device_nothing_is_recorded(
