@@ -9,8 +9,8 @@ import argparse
 from dataclasses import replace
 
 from benchmarks import options
-from benchmarks.cases import OURS, OWN, Case
-from benchmarks.run import add_how, execute, how, sizes_of
+from benchmarks.cases import OURS, Case
+from benchmarks.run import add_how, execute, how
 from benchmarks.suites import FRONTIER, PEER_NAMES, frontier_of
 
 LADDER = (120, 100, 80, 65, 50, 40, 30, 25, 20)
@@ -21,13 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out", type=options.writable, help="JSON lines; cases that it holds of here are skipped"
     )
-    parser.add_argument("--workload", default="resnet50", help="resnet50 unless given")
+    parser.add_argument(
+        "--workload", type=options.workload, default="resnet50", help="resnet50 unless given"
+    )
     parser.add_argument("--precision", default="bf16", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER")
+    parser.add_argument(
+        "--size", action="append", type=options.size, default=[], metavar="NAME=NUMBER"
+    )
     parser.add_argument(
         "--policy",
         action="append",
+        type=options.ours,
         help="POLICY, or with its engine, as in belady-inductor:POLICY; auto unless given",
     )
     parser.add_argument("--peer", action="append", choices=PEER_NAMES, help="all unless given")
@@ -43,18 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """What the arguments name."""
-    policies = arguments.policy or ("auto",)
     found = frontier_of(
         arguments.workload,
         arguments.peer or PEER_NAMES,
-        [name if name.startswith(OWN) else OURS + name for name in policies],
+        arguments.policy or [OURS + "auto"],
         arguments.ladder,
         arguments.equal_steps,
     )
     of = {
         "precision": arguments.precision,
         "channels_last": arguments.channels_last,
-        "sizes": sizes_of(arguments),
+        "sizes": options.sizes_of(arguments),
         "group": FRONTIER,
     }
     return how((replace(case, **of) for case in found), arguments)

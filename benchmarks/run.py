@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from belady.units import format_bytes, format_seconds, parse_bytes
+from belady.units import format_bytes, format_seconds
 from benchmarks import options, records
-from benchmarks.cases import BOUND, OWN, Case, Record, label
+from benchmarks.cases import Case, Record, label
 from benchmarks.processes import grouped, here, measure
-from benchmarks.suites import PEER_NAMES, SUITES
+from benchmarks.suites import SUITES
 
 # Titles, entries of a record, and how they are written.
 _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -49,16 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suite", action="append", choices=sorted(SUITES), default=[],
         help="cases with a name, see benchmarks/README.md; else those that the options name",
     )  # fmt: skip
-    parser.add_argument("--workload", action="append", help="or, with a suite, only these")
-    parser.add_argument("--method", action="append", type=_method, help="a peer, or belady:POLICY")
     parser.add_argument(
-        "--budget", action="append", type=_budget,
+        "--workload", action="append", type=options.workload, help="or, with a suite, only these"
+    )
+    parser.add_argument(
+        "--method", action="append", type=options.method, help="a peer, or belady:POLICY"
+    )
+    parser.add_argument(
+        "--budget", action="append", type=options.budget,
         help="none, 4GiB, 50%%, own, smallest or 50%%:PEER",
     )  # fmt: skip
     parser.add_argument("--precision", action="append", choices=("fp32", "tf32", "bf16"))
     parser.add_argument(
-        "--size", action="append", default=[], metavar="NAME=NUMBER", help="batch=64, say"
-    )
+        "--size", action="append", type=options.size, default=[], metavar="NAME=NUMBER",
+        help="batch=64, say",
+    )  # fmt: skip
     parser.add_argument("--channels-last", action="store_true", help="of images and weights")
     parser.add_argument(
         "--no-cudnn-benchmark", action="store_true", help="cuDNN does not time its algorithms"
@@ -69,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_how(parser: argparse.ArgumentParser) -> None:
     """Options that say how, not what."""
-    parser.add_argument("--device", help="cuda unless --toy")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda unless --toy")
     parser.add_argument("--toy", action="store_true", help="networks small enough for a CPU")
     parser.add_argument("--repeats", type=int, default=10, help="iterations that are timed")
     parser.add_argument("--rounds", type=int, default=2, help="of all cases, interleaved")
@@ -78,28 +83,6 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit-s", type=float, default=540.0, help="of everything")
     parser.add_argument("--case-limit-s", type=float, default=300.0, help="then it is a crash")
-
-
-def _method(name: str) -> str:
-    if name not in (*PEER_NAMES, BOUND) and not name.startswith(OWN):
-        raise argparse.ArgumentTypeError(
-            f"POLICY after one of {', '.join(OWN)} or one of {', '.join(PEER_NAMES)}"
-        )
-    return name
-
-
-def _budget(text: str) -> str:
-    share, _, peer = text.partition(":")
-    try:
-        if peer:
-            _method(peer)
-        if share.endswith("%"):
-            float(share[:-1])
-        elif peer or text not in ("none", "own", "smallest"):
-            parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError("none, 4GiB, 50%, own, smallest or 50%:PEER") from error
-    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -129,7 +112,7 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
         ]
     changes: dict[str, Any] = {}
     if arguments.size:
-        changes["sizes"] = sizes_of(arguments)
+        changes["sizes"] = options.sizes_of(arguments)
     if arguments.channels_last:
         changes["channels_last"] = True
     if arguments.no_cudnn_benchmark:
@@ -139,17 +122,13 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
     return [replace(case, **changes) for case in found]
 
 
-def sizes_of(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
-    """What ``--size NAME=NUMBER`` says."""
-    pairs = (size.split("=", 1) for size in arguments.size)
-    return tuple(sorted((name, int(number)) for name, number in pairs))
-
-
 def how(cases: Iterable[Case], arguments: argparse.Namespace) -> list[Case]:
     """The cases in rounds, with what the options say of device and repeats."""
+    cases = list(cases)
+    options.check(cases, arguments)
     changes: dict[str, Any] = {"repeats": arguments.repeats}
     if arguments.toy:
-        changes |= {"toy": True, "device": "cpu"}
+        changes |= {"toy": True, "device": "cpu", "sizes": ()}
     if arguments.device:
         changes["device"] = arguments.device
     if arguments.share_process:

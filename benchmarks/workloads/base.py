@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import repeat
 from typing import Any
 
@@ -80,7 +81,8 @@ class Recipe:
     """How to make a workload.
 
     ``build`` takes a `Setting` and sizes; ``toy`` makes the same kind of network small enough for
-    a CPU, without any package but torch. ``sizes`` are the defaults of ``build``.
+    a CPU, without any package but torch, and has one size. ``sizes`` are set for ``build`` where
+    its own defaults are of another network.
     """
 
     build: Callable[..., Workload]
@@ -91,9 +93,16 @@ class Recipe:
         self, setting: Setting, sizes: Mapping[str, int], toy: bool, seed: int = 0
     ) -> Workload:
         """Build it from a seed, on the device of the setting."""
+        if toy and sizes:
+            raise ValueError(f"networks at toy size have one size, not {dict(sizes)}")
         torch.manual_seed(seed)
         with torch.device(setting.device):
             return self.toy(setting) if toy else self.build(setting, **{**self.sizes, **sizes})
+
+    def defaults(self) -> dict[str, int]:
+        """Every size that it has, as it is unless given."""
+        _, *sizes = signature(self.build).parameters.values()
+        return {it.name: it.default for it in sizes} | dict(self.sizes)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import records
-from benchmarks.__main__ import main
 from benchmarks.cases import Case, key_of
 from benchmarks.errors import GivenError
+from tests.benchmarks.ended import status_of
 
 CASE = Case("resnet50", "plain").as_json()
 H200 = {"device_name": "H200", "torch": "2.11"}
@@ -101,11 +99,7 @@ def test_files_that_cannot_be_used_are_named_before_anything_is_done(
     (tmp_path / "wrong").write_text("wrong\n")
     (tmp_path / "c").write_text("kept")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert status_of([*arguments], monkeypatch) == 2
     assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c", "wrong"]
     assert (tmp_path / "c").read_text() == "kept"

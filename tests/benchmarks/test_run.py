@@ -17,7 +17,7 @@ from benchmarks import frontier, records, run
 from benchmarks.cases import Case, from_json
 from benchmarks.plot import points
 from benchmarks.processes import grouped
-from benchmarks.run import add_arguments, after_caps, in_rounds
+from benchmarks.run import after_caps, in_rounds
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[2]
@@ -205,14 +205,6 @@ def test_a_line_says_what_is_known() -> None:
 def test_the_page_names_every_suite() -> None:
     text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     assert all(f"| `{name}` |" in text for name in SUITES)
-
-
-@pytest.mark.parametrize("budget", ["4GiBs", "x%", "50%:nobody", "50%save_on_cpu", "least"])
-def test_a_budget_that_cannot_be_read_is_refused_at_once(budget: str, tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_arguments(parser)
-    with pytest.raises(argparse.ArgumentError, match="budget"):
-        parser.parse_args([str(tmp_path / "out"), "--budget", budget])
 
 
 def _capped_cases_keep_to_their_caps(found: list[dict[str, Any]]) -> None:
