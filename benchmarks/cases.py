@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -116,6 +116,17 @@ def from_json(given: Mapping[str, Any]) -> Case:
     names = {field.name for field in fields(Case)}
     known = {name: value for name, value in given.items() if name in names}
     return Case(**{**known, "sizes": tuple(sorted(known.get("sizes", {}).items()))})
+
+
+def kernels_of(method: str) -> str:
+    """Whose kernels a method runs: Inductor's, or those of eager mode, as captured graphs do."""
+    inductor = method.removeprefix("belady-").startswith("inductor")
+    return "inductor" if inductor else "eager"
+
+
+def flushes(records: Iterable[Record]) -> int:
+    """How often the allocator flushed its cache: with any, a method has not passed its cap."""
+    return max((record.get("allocation_retries", 0) for record in records), default=0)
 
 
 def key_of(record: Record) -> str | None:

@@ -1,4 +1,8 @@
-"""Ours beside peers, as a table that says who is faster in the same memory. Imports no torch."""
+"""Ours beside peers, as a table that says who is faster in the same memory. Imports no torch.
+
+Methods are judged beside those that run the same kernels, and only where the allocator never had to
+flush its cache.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.cases import BOUND, OWN, Record
+from benchmarks.cases import BOUND, OWN, Record, flushes, kernels_of
+from benchmarks.records import machine
 
 GROUPS = ("frontier", "peers", "targets")
 # A setting with records of these has enough points for a figure, of all its records.
 PLOTTED = ("frontier", "peers")
 # What is called the same: repeated runs of one case differ by about so much.
 _SAME = 0.01
+# By how much waiting for each iteration must change a ratio for both to be told.
+_NOTABLE = 0.02
 _HEAD = (
-    "| method | cap GiB | ms (median) | peak GiB | reserved GiB | host GiB | retries "
-    "| equals plain | ours in no more memory |\n"
-    f"{'|---' * 9}|\n"
+    "| method | cap GiB | ms (median) | in a row | peak GiB | reserved GiB | host GiB | retries "
+    "| equals plain | ours in no more memory, same kernels |\n"
+    f"{'|---' * 10}|\n"
 )
 _REASON_LENGTH = 80
+LEGEND = (
+    "Below, ours is judged within what each peer needs, beside peers that run the same kernels: "
+    "eager mode's, or\nInductor's. Times are waited for, and a verdict says what holds in a row "
+    f"where that differs by {_NOTABLE:.0%} of the\npeer's time or more. Where the allocator "
+    "flushed its cache, a method did not pass the cap and counts in no verdict.\n"
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +49,22 @@ class Row:
         return str(self.first["method"]).startswith(OWN)
 
     @property
+    def kernels(self) -> str:
+        return kernels_of(self.first["method"])
+
+    @property
     def seconds(self) -> float:
         return median(record["median_seconds"] for record in self.records)
+
+    @property
+    def in_a_row(self) -> float | None:
+        """Seconds of an iteration that nobody waits for; None where that was not measured."""
+        found = [it["pipelined_seconds"] for it in self.records if "pipelined_seconds" in it]
+        return median(found) if found else None
+
+    @property
+    def flushes(self) -> int:
+        return flushes(self.records)
 
     @property
     def cap_bytes(self) -> int:
@@ -59,11 +86,27 @@ def compared(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
     by_setting: dict[str, list[Record]] = {}
     for record in found:
         if record.get("group") in GROUPS:
-            by_setting.setdefault(_title(record), []).append(record)
-    yield from by_setting.items()
+            by_setting.setdefault(title(record), []).append(record)
+    for name, of in by_setting.items():
+        yield from by_machine(name, of)
 
 
-def _title(record: Record) -> str:
+def by_machine(name: str, found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
+    """Records of one machine each; the title says which where there are several."""
+    by: dict[str, list[Record]] = {}
+    for record in found:
+        device, torch = machine(record)
+        by.setdefault(f"{device}, torch {torch}" if device else "", []).append(record)
+    if len(by.keys() - {""}) < 2:
+        yield name, [record for of in by.values() for record in of]
+        return
+    for about, of in by.items():
+        # Of before crashes named their machine.
+        yield f"{name}, {about or 'unknown device'}", of
+
+
+def title(record: Record) -> str:
+    """Workload and setting."""
     sizes = "".join(f", {name} {value}" for name, value in record.get("sizes", {}).items())
     layout = ", channels_last" if record["channels_last"] else ""
     toy = ", toy size" if record.get("toy") else ""
@@ -92,37 +135,79 @@ def _ok(row: Row) -> bool:
 def _line(row: Row, ours: list[Row], failed: list[Row]) -> str:
     first = row.first
     host = first.get("host_bytes", first.get("torch_pinned_bytes"))
-    equal = {True: "yes", False: "no", None: ""}[first.get("equal")]
-    if first.get("numerics"):
-        equal += f" ({', '.join(first['numerics'])})"
     cells = (
         first["method"],
         _gib(first.get("budget_bytes")) or "none",
-        f"{row.seconds * 1e3:.1f}",
+        _ms(row.seconds),
+        _ms(row.in_a_row),
         _gib(first["peak_allocated_bytes"]),
         _gib(first.get("peak_reserved_bytes")),
         _gib(host),
-        str(first.get("allocation_retries", "")),
-        equal,
+        retries(row.records),
+        _equals_plain(row),
         "" if row.ours else verdict(row, ours, failed),
     )
     return f"| {' | '.join(cells)} |\n"
 
 
+def retries(records: Iterable[Record]) -> str:
+    """How often the allocator flushed its cache, in a word where it did."""
+    told = [record for record in records if "allocation_retries" in record]
+    count = flushes(told)
+    return f"flushes: {count}" if count else "0" if told else ""
+
+
+def _equals_plain(row: Row) -> str:
+    if row.first["method"] == "plain":
+        return ""
+    judged = [record for record in row.records if "equal" in record]
+    if not judged:
+        found = "not compared"
+    elif not all(record.get("plain_repeats", True) for record in judged):
+        found = "plain does not repeat"
+    else:
+        found = "yes" if all(record["equal"] for record in judged) else "no"
+    numerics = row.first.get("numerics")
+    return f"{found} ({', '.join(numerics)})" if numerics else found
+
+
 def verdict(peer: Row, ours: Iterable[Row], failed: Iterable[Row] = ()) -> str:
-    """Who is faster within the peer's cap, in plain words.
+    """Who is faster within the peer's cap with the same kernels, in plain words.
+
+    In a row as well, where that says something else.
 
     Parameters
     ----------
     failed
         Cases that came to nothing: of ours at the very cap of the peer, it did not fit.
     """
-    within = [row for row in ours if row.cap_bytes <= peer.cap_bytes]
+    if peer.flushes:
+        return "not judged"
+    same = [row for row in ours if row.kernels == peer.kernels]
+    within = [row for row in same if row.cap_bytes <= peer.cap_bytes and not row.flushes]
     if not within:
-        cap = f"100%:{peer.first['method']}"
-        tried = any(row.ours and row.first.get("budget") == cap for row in failed)
-        return "**does not fit**" if tried else "not measured"
+        return _without(peer, same, failed)
     ratio = min(row.seconds for row in within) / peer.seconds
+    rows = [row.in_a_row for row in within if row.in_a_row is not None]
+    if not rows or peer.in_a_row is None:
+        return _words(ratio)
+    in_a_row = min(rows) / peer.in_a_row
+    if abs(in_a_row - ratio) < _NOTABLE:
+        return _words(ratio)
+    return f"{_words(ratio)}; in a row {_words(in_a_row)}"
+
+
+def _without(peer: Row, ours: Iterable[Row], failed: Iterable[Row]) -> str:
+    """Why none of ours is judged beside a peer."""
+    cap = f"100%:{peer.first['method']}"
+    at_its_cap = [row for row in failed if row.ours and row.first.get("budget") == cap]
+    if any(row.kernels == peer.kernels for row in at_its_cap):
+        return "**does not fit**"
+    flushed = any(row.cap_bytes <= peer.cap_bytes for row in ours)
+    return "**only with flushes**" if flushed else "not measured"
+
+
+def _words(ratio: float) -> str:
     if ratio < 1 - _SAME:
         return f"{1 - ratio:.0%} faster"
     if ratio > 1 + _SAME:
@@ -133,7 +218,11 @@ def verdict(peer: Row, ours: Iterable[Row], failed: Iterable[Row] = ()) -> str:
 def _failed(record: Record) -> str:
     error = str(record.get("error", "")).strip().rsplit("\n", 1)[-1]
     reason = f"{record['outcome']}: {error[:_REASON_LENGTH]}".replace("|", "/").rstrip(": ")
-    return f"| {record['method']} | {record.get('budget', '')} | {reason} |{' |' * 6}\n"
+    return f"| {record['method']} | {record.get('budget', '')} | {reason} |{' |' * 7}\n"
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 def _gib(nbytes: int | None) -> str:

@@ -75,12 +75,14 @@ def figures(found: list[Record]) -> str:
     shown = [r for r in found if r.get("group") in (*_GROUPS, *comparison.GROUPS)]
     machine = sorted({f"{r['device_name']}, torch {r['torch']}" for r in shown if "torch" in r})
     parts = [f"Measured on: {'; '.join(machine)}.\n"]
-    for group, title in _GROUPS.items():
-        of = [r for r in found if r.get("group") == group]
-        if of:
-            parts.append(f"**{title}**\n\n{_table(of)}")
+    for group, about in _GROUPS.items():
+        of_group = [r for r in found if r.get("group") == group]
+        for title, of in comparison.by_machine(about, of_group):
+            if of:
+                parts.append(f"**{title}**\n\n{_table(of)}")
+    parts.append(comparison.LEGEND)
     for title, of in comparison.compared(found):
-        heading = f"**{title}: caps that each method passed, the largest first**"
+        heading = f"**{title}: the largest cap first**"
         parts.append(f"{heading}\n\n{comparison.table(of)}")
     return "\n".join(parts)
 
@@ -223,7 +225,7 @@ def _row(record: Record) -> list[str]:
         _gib(record["peak_allocated_bytes"]),
         _gib(record.get("predicted_peak_bytes")),
         _gib(record.get("peak_reserved_bytes")),
-        str(record.get("allocation_retries", "")),
+        comparison.retries([record]),
     ]
 
 

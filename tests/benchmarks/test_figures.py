@@ -53,6 +53,86 @@ def test_what_failed_within_the_cap_of_a_peer_does_not_fit() -> None:
     assert "**does not fit**" in table([peer, at_its_cap])
 
 
+def test_only_what_runs_the_same_kernels_is_judged() -> None:
+    eager, fused = record("belady:auto", 4, 0.08), record("belady-inductor:auto", 4, 0.05)
+    peers = [record("checkpoint", 5, 0.1), record("inductor-0.5", 5, 0.04)]
+    assert _verdicts([*peers, eager, fused]) == ["20% faster", "**25% slower**"]
+    assert _verdicts([*peers, eager]) == ["20% faster", "not measured"]
+    assert _verdicts([*peers, fused]) == ["not measured", "**25% slower**"]
+    assert _verdicts([*peers, record("belady-graph:auto", 4, 0.08)])[0] == "20% faster"
+    failed = {"budget": "100%:inductor-0.5", "outcome": "infeasible"}
+    assert _verdicts([*peers, record("belady:auto", 4, 0.0, **failed)])[1] == "not measured"
+    other = record("belady-inductor:auto", 4, 0.0, **failed)
+    assert _verdicts([*peers, other])[1] == "**does not fit**"
+
+
+@pytest.mark.parametrize(
+    ("in_a_row", "words"),
+    [
+        (0.11, "10% faster; in a row **10% slower**"),
+        (0.091, "10% faster"),
+        (0.085, "10% faster; in a row 15% faster"),
+    ],
+)
+def test_a_verdict_says_what_holds_in_a_row(in_a_row: float, words: str) -> None:
+    peer = record("checkpoint", 5, 0.1, pipelined_seconds=0.1)
+    ours = record("belady:auto", 5, 0.09, pipelined_seconds=in_a_row)
+    # Of another plan of ours, which is slower when waited for.
+    other = record("belady:auto", 4, 0.2, pipelined_seconds=0.2)
+    assert _verdicts([peer, ours, other]) == [words]
+    assert f"| {in_a_row * 1e3:.1f} |" in table([peer, ours])
+
+
+def test_what_flushed_is_marked_and_judged_by_nobody() -> None:
+    peer, flushed = record("checkpoint", 5, 0.1), {"allocation_retries": 15}
+    ours = record("belady:auto", 5, 0.05, **flushed)
+    assert "| flushes: 15 |" in table([peer, ours])
+    assert _verdicts([peer, ours]) == ["**only with flushes**"]
+    assert _verdicts([peer, ours, record("belady:auto", 4, 0.2)]) == ["**100% slower**"]
+    again = record("belady:auto", 5, 0.05, allocation_retries=0)
+    assert _verdicts([peer, again, ours]) == ["**only with flushes**"]
+    assert _verdicts([{**peer, **flushed}, again]) == ["not judged"]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ([{"equal": True, "plain_repeats": True}], "yes"),
+        ([{}, {"equal": True, "plain_repeats": True}], "yes"),
+        ([{"equal": False, "plain_repeats": True}], "no"),
+        ([{"equal": False, "plain_repeats": True}, {"equal": True}], "no"),
+        ([{"equal": False, "plain_repeats": False}], "plain does not repeat"),
+        ([{"equal": True, "plain_repeats": False}], "plain does not repeat"),
+        ([{}], "not compared"),
+        ([{"numerics": ["sections"]}], "not compared (sections)"),
+    ],
+)
+def test_equality_is_told_only_where_plain_equals_itself(
+    told: list[dict[str, Any]], words: str
+) -> None:
+    text = table([record("checkpoint", 5, 0.1, **more) for more in told])
+    assert text.splitlines()[2].split(" | ")[-2] == words
+
+
+def test_what_two_machines_measured_is_in_two_tables() -> None:
+    here = [record("checkpoint", 5, 0.1), record("belady:auto", 4, 0.2)]
+    there = [{**it, "torch": "3"} for it in here]
+    lost = {name: value for name, value in here[0].items() if name not in ("device_name", "torch")}
+    lost |= {"outcome": "crash"}
+    assert [of for _, of in compared([*here, lost])] == [[*here, lost]]
+    assert dict(compared([here[0], there[0], here[1], there[1], lost])) == {
+        "resnet50, bf16, a device, torch 2": here,
+        "resnet50, bf16, a device, torch 3": there,
+        "resnet50, bf16, unknown device": [lost],
+    }
+
+
+def _verdicts(found: list[dict[str, Any]]) -> list[str]:
+    rows = [line.split(" | ") for line in table(found).splitlines()[2:]]
+    told = {row[0].removeprefix("| "): row[-1].removesuffix(" |") for row in rows}
+    return [told[it["method"]] for it in found if "belady" not in it["method"]]
+
+
 def test_an_absent_peer_is_in_the_table() -> None:
     found = [record("trl", 1, 0.0, outcome="absent", error="not installed: trl")]
     ((title, of),) = compared(found)
