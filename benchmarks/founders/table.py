@@ -1,17 +1,19 @@
-"""The founders' figures beside ours, as tables. Imports no torch."""
+"""The founders' figures beside ours, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from statistics import median
+from typing import Any
 
 from belady.planners.ocdnn import MANAGING
-from benchmarks.cases import OURS, SIMULATED, Record
+from benchmarks.cases import OURS, SIMULATED, Record, flushes
 from benchmarks.founders import printed
 from benchmarks.founders.claim import Claim, Net
 from benchmarks.founders.claims import CLAIMS
 from benchmarks.founders.details import details, gib, in_order, moved, slower
 from benchmarks.founders.machines import MACHINES
+from benchmarks.records import machine
 
 _CLAIMS = (
     "| published | not to be taken for | time there, simulated | where that comes from "
@@ -43,7 +45,7 @@ def _row(claim: Claim, known: list[Record], plans: list[Record]) -> str:
         claim.trap,
         _joined(claim, [_simulated(claim, found) for found in of]),
         _joined(claim, list(map(_from, [claim] * len(of), claim.nets, of))),
-        _joined(claim, [_measured(net.workload, known) for net in claim.nets]),
+        _joined(claim, [_measured(net, known) for net in claim.nets]),
     )
     return f"| {' | '.join(cells)} |\n"
 
@@ -117,26 +119,50 @@ def _rates(claim: Claim) -> tuple[float, float]:
     return prefetch, paging.fault_bytes_per_s if faults else prefetch
 
 
-def _measured(net: str, known: list[Record]) -> str:
-    """What a device measured of the network, against plain in the same setting."""
-    of: dict[tuple[str, ...], list[Record]] = {}
+def _measured(net: Net, known: list[Record]) -> str:
+    """What devices measured of the network at its batch, against plain in the same setting."""
+    of: dict[tuple[Any, ...], list[Record]] = {}
+    batches = set()
     for record in known:
-        if record["workload"] == net and record["outcome"] == "ok" and not record.get("toy"):
-            setting = [str(record.get(name)) for name in ("precision", "channels_last", "sizes")]
-            about = (*setting, _plain_name(record), str(record.get("budget")))
+        if record["workload"] != net.workload or record["outcome"] != "ok" or record.get("toy"):
+            continue
+        batch = _batch(record)
+        if batch == net.batch:
+            setting = [record.get(name) for name in ("precision", "channels_last")]
+            about = (machine(record), *setting, _plain_name(record), str(record.get("budget")))
             of.setdefault(about, []).append(record)
+        elif batch is not None and "median_seconds" in record:
+            batches.add(batch)
     texts = []
     for (*setting, method, budget), same in of.items():
         plain = of.get((*setting, "plain", "none"))
-        if method != _METHOD or plain is None or "median_seconds" not in same[0]:
-            continue
-        slower = _seconds(same) / _seconds(plain) - 1
-        texts.append(
-            f"{same[0]['device_name']}, {setting[0]}, budget {budget}: {slower:+.1%} time, peak "
-            f"{gib(same[0]['peak_allocated_bytes'])} of {gib(plain[0]['peak_allocated_bytes'])} "
-            "GiB"
-        )
-    return "; ".join(texts) or "not measured beside plain"
+        if method == _METHOD and plain is not None and "median_seconds" in same[0]:
+            texts.append(_beside(same, plain, budget))
+    at = ", ".join(map(str, sorted(batches)))
+    absent = f"not at this batch, but at {at}" if batches else "not measured beside plain"
+    return "; ".join(texts) or absent
+
+
+def _beside(same: list[Record], plain: list[Record], budget: str) -> str:
+    first = same[0]
+    layout = ", channels_last" if first.get("channels_last") else ""
+    count = flushes(same)
+    flushed = f", flushes: {count}" if count else ""
+    return (
+        f"{first['device_name']}, {first.get('precision')}{layout}, budget {budget}: "
+        f"{_seconds(same) / _seconds(plain) - 1:+.1%} time, peak "
+        f"{gib(first['peak_allocated_bytes'])} of {gib(plain[0]['peak_allocated_bytes'])} "
+        f"GiB{flushed}"
+    )
+
+
+def _batch(record: Record) -> int | None:
+    """Samples of a batch; None where the network is not the workload's own otherwise."""
+    from benchmarks.workloads import WORKLOADS
+
+    own = WORKLOADS[record["workload"]].defaults()
+    sizes = own | record.get("sizes", {})
+    return int(sizes["batch"]) if sizes | {"batch": 0} == own | {"batch": 0} else None
 
 
 def _plain_name(record: Record) -> str:

@@ -21,7 +21,7 @@ from benchmarks.founders.claims import CLAIMS
 from benchmarks.founders.iterations import ORDERED, PLAIN, Iteration
 from benchmarks.founders.machines import MACHINES
 from benchmarks.founders.simulated import FOUNDERS, _planned, wanted
-from benchmarks.founders.table import table
+from benchmarks.founders.table import _measured, table
 from benchmarks.founders.traces import flops, observed_on, slowed, static
 from benchmarks.workloads import WORKLOADS
 from tests.benchmarks.test_workloads import toy
@@ -65,6 +65,25 @@ def test_what_is_near_needs_no_reason() -> None:
     assert not printed.differs(claim, net, [nominal, at_its_speed])
     assert printed.differs(claim, net, [nominal | {"outcome": "infeasible"}])
     assert printed.differs(claim, net, [nominal, at_its_speed | {"simulated_seconds": 1.1}])
+
+
+def test_ours_is_measured_at_the_batch_of_the_claim() -> None:
+    about = {"workload": "vgg19", "precision": "fp32", "outcome": "ok", "peak_allocated_bytes": 0}
+    about |= {"device_name": "a device", "torch": "2"}
+    plain = {**about, "method": "plain", "budget": "none", "median_seconds": 1.0}
+    ours = {**about, "method": "belady:auto", "budget": "4GiB", "median_seconds": 1.5}
+    at = {"sizes": {"batch": 64}}
+    found = [plain, ours, plain | at, ours | at | {"median_seconds": 3.0}]
+    assert "+50.0% time" in _measured(Net("vgg19", 256), found)
+    assert "+200.0% time" in _measured(Net("vgg19", 64), found)
+    assert _measured(Net("vgg19", 32), found) == "not at this batch, but at 64, 256"
+    assert _measured(Net("vgg16", 256), found) == "not measured beside plain"
+    deeper = [it | {"sizes": {"depth": 16}} for it in (plain, ours)]
+    elsewhere = [plain | {"device_name": "another"}, ours]
+    for other in (deeper, elsewhere):
+        assert _measured(Net("vgg19", 256), other) == "not measured beside plain"
+    flushed = ours | {"allocation_retries": 3}
+    assert "flushes: 3" in _measured(Net("vgg19", 256), [plain, flushed])
 
 
 def test_every_plan_has_a_name_of_its_own() -> None:
