@@ -82,11 +82,15 @@ def plotted(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
 
 
 def compared(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Title and records of each workload in one setting that peers were measured on."""
+    """Those of `settings` that peers were measured on."""
+    yield from settings(record for record in found if record.get("group") in GROUPS)
+
+
+def settings(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
+    """Title and records of each workload in one setting on one machine."""
     by_setting: dict[str, list[Record]] = {}
     for record in found:
-        if record.get("group") in GROUPS:
-            by_setting.setdefault(title(record), []).append(record)
+        by_setting.setdefault(_title(record), []).append(record)
     for name, of in by_setting.items():
         yield from by_machine(name, of)
 
@@ -105,12 +109,11 @@ def by_machine(name: str, found: Iterable[Record]) -> Iterator[tuple[str, list[R
         yield f"{name}, {about or 'unknown device'}", of
 
 
-def title(record: Record) -> str:
-    """Workload and setting."""
+def _title(record: Record) -> str:
     sizes = "".join(f", {name} {value}" for name, value in record.get("sizes", {}).items())
-    layout = ", channels_last" if record["channels_last"] else ""
+    layout = ", channels_last" if record.get("channels_last") else ""
     toy = ", toy size" if record.get("toy") else ""
-    return f"{record['workload']}{sizes}, {record['precision']}{layout}{toy}"
+    return f"{record['workload']}{sizes}, {record.get('precision')}{layout}{toy}"
 
 
 def table(found: Iterable[Record]) -> str:

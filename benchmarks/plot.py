@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks import options, records
+from benchmarks import comparison, options, records
 from benchmarks.cases import BOUND, OWN, Record
+from benchmarks.errors import GivenError
 
 if TYPE_CHECKING:
     from belady.report.plots import Point
@@ -25,27 +26,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", type=options.figure, required=True, help="ends in .svg or .png"
     )
-    parser.add_argument("--workload", help="needed where the records are of several")
-    parser.add_argument("--precision", help="likewise")
+    parser.add_argument(
+        "--workload", type=options.workload, help="needed where the records are of several"
+    )
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="likewise")
+    parser.add_argument("--setting", help="likewise: one of those that are named where it lacks")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the records of one workload."""
+    """Draw the records of one setting."""
     from belady.report.plots import frontier, save_figure
 
-    found = [
+    found = _chosen(records.merge(arguments.files), arguments)
+    save_figure(frontier(points(found)), arguments.out)
+    return 0
+
+
+def _chosen(found: Iterable[Record], arguments: argparse.Namespace) -> list[Record]:
+    """The records of the one setting that the options leave."""
+    wanted = [
         record
-        for record in records.merge(arguments.files)
-        if record["outcome"] == "ok"
+        for record in found
+        if record.get("outcome") == "ok"
         and arguments.workload in (None, record["workload"])
         and arguments.precision in (None, record.get("precision"))
     ]
-    kinds = {(r["workload"], r.get("precision"), r.get("channels_last")) for r in found}
-    if len(kinds) != 1:
-        print(f"records of one workload make a figure; these are of {len(kinds)}: {sorted(kinds)}")
-        return 2
-    save_figure(frontier(points(found)), arguments.out)
-    return 0
+    of = dict(comparison.settings(wanted))
+    chosen = {arguments.setting} if arguments.setting else set(of)
+    if len(chosen & of.keys()) != 1:
+        there = "".join(f"\n  {title!r}" for title in of)
+        raise GivenError(f"--setting says which of {len(of)} settings makes the figure:{there}")
+    return of[chosen.pop()]
 
 
 def points(found: Iterable[Record]) -> list[Point]:

@@ -11,9 +11,9 @@ from benchmarks.__main__ import main
 
 
 def status_of(command: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
-    """Status of a command that ends by an exception; this process keeps its handler of signals."""
+    """Status of a command; this process keeps its handlers of signals."""
     monkeypatch.setattr(sys, "argv", ["benchmarks", *command])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        main()
+        sys.exit(main())
     return ended.value.code
