@@ -64,8 +64,15 @@ CURVES: dict[str, tuple[str, Any]] = {
     "in host memory": (_GREEN, (0, (1, 1))),
     "on disk": (_PURPLE, (0, (5, 1.2, 1, 1.2))),
 }
-_COLOURS = (_BLUE, VERMILLION, _GREEN, _PURPLE, _SKY, _ORANGE, BLACK)
-_MARKERS = "os^Dv*Pp"
+# Of ours and of peers, so that the first few of both differ.
+_COLOURS = {
+    True: (_BLUE, VERMILLION, _SKY, _ORANGE, _GREEN, _PURPLE, BLACK),
+    False: (BLACK, _GREEN, _PURPLE, _ORANGE, _SKY, VERMILLION, _BLUE),
+}
+_MARKERS = "os^Dv*PpX<>hd"
+_WHITE = "#FFFFFF"
+# Parts of a marker that are filled, of ours and of peers; none is left for what `hollow` draws.
+_FILLS = {True: ("full", "top"), False: ("left", "bottom", "right")}
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
@@ -109,38 +116,56 @@ def phase_bands(axes: Axes, phases: Sequence[tuple[str, int, int]]) -> None:
             )
 
 
+def look(number: int, *, ours: bool) -> dict[str, Any]:
+    """How a method is drawn: marker and fill tell all apart without colour, for a few dozen.
+
+    Ours is filled and solid, a peer half filled and dashed.
+    """
+    fills, turn = _FILLS[ours], number // len(_MARKERS)
+    return {
+        "color": _COLOURS[ours][number % len(_COLOURS[ours])],
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "fillstyle": fills[turn % len(fills)],
+        "markerfacecoloralt": _WHITE,
+        "linestyle": "-" if ours else (0, (3, 1.5)),
+        # What is half open hides less of what is filled.
+        "zorder": 3 if ours else 3.5,
+    }
+
+
 def line(
-    axes: Axes, name: str, xs: Sequence[float], ys: Sequence[float], index: int, *, ours: bool
+    axes: Axes, name: str, points: Sequence[tuple[float, float]], drawn: dict[str, Any]
 ) -> None:
-    """Draw one method: ours solid and filled, a peer dashed and open; one point has no line."""
-    colour = _COLOURS[index % len(_COLOURS)]
-    axes.plot(
-        xs,
-        ys,
-        label=printable(name),
-        color=colour,
-        marker=_MARKERS[index % len(_MARKERS)],
-        markersize=3.6,
-        markerfacecolor=colour if ours else "#FFFFFF",
-        markeredgewidth=0.8,
-        # What is open hides nothing of what is filled.
-        zorder=3 if ours else 3.5,
-        linestyle="" if len(xs) == 1 else "-" if ours else (0, (3, 1.5)),
-    )
+    """Draw one method with its `look`; one point has no line."""
+    xs, ys = zip(*points, strict=True)
+    alone = {"linestyle": ""} if len(points) == 1 else {}
+    axes.plot(xs, ys, label=printable(name), ms=4.2, mew=0.8, **drawn | alone)
+
+
+def hollow(axes: Axes, points: Sequence[tuple[float, float]], drawn: dict[str, Any]) -> None:
+    """Empty the markers of points that a `line` has drawn."""
+    xs, ys = zip(*points, strict=True)
+    empty = {"linestyle": "", "fillstyle": "full", "markerfacecolor": _WHITE}
+    axes.plot(xs, ys, ms=4.2, mew=0.8, **drawn | empty)
+
+
+def hollow_named(axes: Axes, name: str) -> None:
+    """Say in the legend what is `hollow`."""
+    axes.plot([], [], "o", label=name, ms=4.2, mew=0.8, mfc=_WHITE, mec=_GREY)
 
 
 def dots(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
     """Draw what was measured; open, so that what was predicted shows through."""
-    look: dict[str, Any] = {"ms": 2.4, "mew": 0.5, "mfc": "#FFFFFF", "mec": VERMILLION}
+    style: dict[str, Any] = {"ms": 2.4, "mew": 0.5, "mfc": _WHITE, "mec": VERMILLION}
     xs, ys = zip(*points, strict=True)
-    axes.plot(xs, ys, "o", label="measured", **look)
+    axes.plot(xs, ys, "o", label="measured", **style)
 
 
 def forbidden(axes: Axes, name: str, xs: Sequence[float], ys: Sequence[float]) -> None:
     """Hatch what lies below a bound; between two budgets that of the larger one holds."""
     edges, heights = [0.0, *xs], [*ys]
-    look: dict[str, Any] = {"facecolor": "#EEEEEE", "edgecolor": "#777777", "hatch": "////"}
-    axes.stairs(heights, edges, fill=True, linewidth=0, label=printable(name), zorder=1, **look)
+    face: dict[str, Any] = {"facecolor": "#EEEEEE", "edgecolor": "#777777", "hatch": "////"}
+    axes.stairs(heights, edges, fill=True, linewidth=0, label=printable(name), zorder=1, **face)
     axes.stairs(heights, edges, baseline=None, color=BLACK, linewidth=0.9, zorder=1.5)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from belady.report.series import bytes_by_op, dots, envelope, phases, rows
 from belady.units import format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Times the fastest, from which on a linear scale would press most methods to the ground.
@@ -45,20 +47,30 @@ class Point:
     """One measurement: time of an iteration that held ``nbytes``.
 
     For the bound, the least time of any plan within ``nbytes``, infinite where there is no plan.
+    What did not pass the cap that it was given is drawn hollow.
     """
 
     series: str
     nbytes: int
     seconds: float
     kind: Kind
+    passed: bool = True
 
 
-def frontier(points: Iterable[Point], *, columns: int = 1) -> Figure:
+def frontier(
+    points: Iterable[Point], *, columns: int = 1, looks: Mapping[str, int] | None = None
+) -> Figure:
     """Time over memory: a line for each method, and the region that nobody can reach.
 
     A method has a point for each measurement, joined in order of bytes. With less memory no plan
     is faster, so the bound at a budget holds for all below it: it is drawn in steps. Where the
     slowest takes many times as long as the fastest, seconds are on a logarithmic scale.
+
+    Parameters
+    ----------
+    looks
+        Numbers of series whose marker and colour are the same in every figure, from 0, of ours
+        and of peers apart. Other series take the numbers that are left.
 
     Raises
     ------
@@ -81,16 +93,7 @@ def frontier(points: Iterable[Point], *, columns: int = 1) -> Figure:
         figure = _figure(columns, 2.3 + 0.4 * columns)
         axes = figure.subplots()
         top = 1.08 * max(point.seconds for point in drawn) * 1e3 or 1.0
-        lines = 0
-        for (kind, name), found in series.items():
-            found.sort(key=lambda point: (point.nbytes, point.seconds))
-            xs = [point.nbytes / scale for point in found]
-            ys = [min(point.seconds * 1e3, top) for point in found]
-            if kind is Kind.BOUND:
-                ink.forbidden(axes, name, xs, ys)
-            else:
-                ink.line(axes, name, xs, ys, lines, ours=kind is Kind.OURS)
-                lines += 1
+        _draw(axes, series, (scale, top), looks or {})
         axes.set_xlim(left=0)
         least = min(point.seconds for point in drawn) * 1e3
         if 0 < _WIDE * least < top:
@@ -101,6 +104,41 @@ def frontier(points: Iterable[Point], *, columns: int = 1) -> Figure:
         axes.set_ylabel("time of an iteration (ms)")
         ink.legend(figure, *axes.get_legend_handles_labels())
         return figure
+
+
+def _draw(
+    axes: Axes,
+    series: Mapping[tuple[Kind, str], list[Point]],
+    limits: tuple[int, float],
+    looks: Mapping[str, int],
+) -> None:
+    """Draw every series; ``limits`` are the bytes of a unit and the milliseconds at the top."""
+    scale, top = limits
+    numbers = _numbers(series, looks)
+    for (kind, name), found in series.items():
+        found.sort(key=lambda point: (point.nbytes, point.seconds))
+        at = [(point.nbytes / scale, min(point.seconds * 1e3, top)) for point in found]
+        if kind is Kind.BOUND:
+            xs, ys = zip(*at, strict=True)
+            ink.forbidden(axes, name, xs, ys)
+            continue
+        look = ink.look(numbers[kind, name], ours=kind is Kind.OURS)
+        ink.line(axes, name, at, look)
+        failed = [xy for xy, point in zip(at, found, strict=True) if not point.passed]
+        if failed:
+            ink.hollow(axes, failed, look)
+    if any(not point.passed for found in series.values() for point in found):
+        ink.hollow_named(axes, "hollow: cap not passed")
+
+
+def _numbers(
+    series: Iterable[tuple[Kind, str]], looks: Mapping[str, int]
+) -> dict[tuple[Kind, str], int]:
+    """Number of the look of each series, those of ours and of peers apart."""
+    free = {kind: (n for n in count() if n not in looks.values()) for kind in Kind}
+    return {
+        (kind, name): looks[name] if name in looks else next(free[kind]) for kind, name in series
+    }
 
 
 def memory(run: Run, *, columns: int = 1) -> Figure:
@@ -174,8 +212,15 @@ def timeline(run: Run, *, columns: int = 1) -> Figure:
         return figure
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save_figure(
+    figure: Figure, path: str | os.PathLike[str], *, description: str | None = None
+) -> None:
     """Write a figure as SVG or PNG, by the ending of ``path``; text in SVG stays text.
+
+    Parameters
+    ----------
+    description
+        What the file says of itself, unseen: the points that are drawn, say.
 
     Raises
     ------
@@ -188,7 +233,10 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     if ending not in (".svg", ".png"):
         raise ValueError(f"{path}: a figure ends in .svg or .png")
     # Neither the date nor the version of matplotlib: a figure that is committed does not churn.
+    metadata: dict[str, str | None]
     metadata = {"Date": None, "Creator": None} if ending == ".svg" else {"Software": None}
+    if description is not None:
+        metadata["Description"] = description
     content = io.BytesIO()
     with _matplotlib():
         figure.savefig(content, format=ending[1:], metadata=metadata)

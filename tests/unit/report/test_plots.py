@@ -69,6 +69,18 @@ def test_svg_text_is_text_and_names_what_is_drawn(tmp_path: Path) -> None:
     assert "measured: 10.0 ms" in found
 
 
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_figure_says_of_itself_what_it_is_told(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"figure.{ending}"
+    save_figure(frontier(POINTS), path, description='[["a & <b>", 1.5]]')
+    if ending == "svg":
+        described = [it.text for it in ET.parse(path).iter() if it.tag.endswith("}description")]
+        assert described == ['[["a & <b>", 1.5]]']
+    assert b"escription" in path.read_bytes()
+    save_figure(frontier(POINTS), path)
+    assert b"escription" not in path.read_bytes()
+
+
 @pytest.mark.parametrize("name", ["$x_1$ \\frac", "a\x1b[2J\u202eb", "<b>&amp;"])
 def test_names_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
     save_figure(frontier([Point(name, GIB, 1.0, Kind.PEER)]), tmp_path / "figure.svg")
@@ -105,7 +117,7 @@ def test_frontier_joins_the_points_of_a_method_in_order_of_bytes() -> None:
     assert list(ours.get_ydata()) == [400.0, 100.0]
     assert axes.get_xlabel() == "memory held at the peak (GiB)"
     assert (ours.get_linestyle(), peer.get_linestyle()) == ("-", "None")
-    assert ours.get_markerfacecolor() != peer.get_markerfacecolor() == "#FFFFFF"
+    assert (ours.get_fillstyle(), peer.get_fillstyle()) == ("full", "left")
 
 
 @pytest.mark.parametrize(("slowest", "scale"), [(3.0, "linear"), (9.0, "log")])
@@ -124,11 +136,40 @@ def test_what_is_many_times_as_slow_presses_nothing_to_the_ground(
 
 
 def test_methods_differ_in_grey() -> None:
-    points = [Point(f"m{i}", n * GIB, 1.0, Kind.OURS) for i in range(40) for n in (1, 2)]
+    kinds = [Kind.OURS] * 26 + [Kind.PEER] * 39
+    points = [Point(f"m{i}", n * GIB, 1.0, kind) for i, kind in enumerate(kinds) for n in (1, 2)]
     lines = frontier(points).axes[0].get_lines()
-    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 40
+    looks = {(line.get_marker(), line.get_fillstyle()) for line in lines}
+    assert len(looks) == len(lines) == len(kinds)
+    # What is empty has not passed.
+    assert "none" not in {fill for _, fill in looks}
     neighbours = pairwise(lines)
     assert all(one.get_marker() != other.get_marker() for one, other in neighbours)
+
+
+def test_a_method_has_the_same_look_in_every_figure() -> None:
+    first = _looks(frontier([Point(name, GIB, 1.0, Kind.PEER) for name in "abcd"], looks={"d": 0}))
+    second = _looks(frontier([Point(name, GIB, 1.0, Kind.PEER) for name in "da"], looks={"d": 0}))
+    assert second == {name: first[name] for name in "da"}
+    assert len(set(first.values())) == 4
+    assert first["d"] == _looks(frontier([Point("x", GIB, 1.0, Kind.PEER)]))["x"]
+
+
+def _looks(figure: Any) -> dict[Any, tuple[Any, ...]]:
+    lines = figure.axes[0].get_lines()
+    return {x.get_label(): (x.get_marker(), x.get_fillstyle(), x.get_color()) for x in lines}
+
+
+def test_what_has_not_passed_is_hollow() -> None:
+    passed, failed = Point("a", GIB, 1.0, Kind.OURS), Point("a", 2 * GIB, 2.0, Kind.OURS, False)
+    line, empty, named = frontier([failed, passed]).axes[0].get_lines()
+    assert list(line.get_xdata()) == [1.0, 2.0]
+    assert (list(empty.get_xdata()), list(empty.get_ydata())) == ([2.0], [2000.0])
+    assert (line.get_marker(), line.get_color()) == (empty.get_marker(), empty.get_color())
+    assert line.get_markerfacecolor() != empty.get_markerfacecolor() == "#FFFFFF"
+    assert empty.get_zorder() >= line.get_zorder()
+    assert named.get_label() == "hollow: cap not passed"
+    assert len(frontier([passed]).axes[0].get_lines()) == 1
 
 
 def test_the_bound_between_two_budgets_is_that_of_the_larger() -> None:
