@@ -75,9 +75,10 @@ class Row:
 
 
 def plotted(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Those of `compared` that make a figure."""
+    """Those of `compared` that make a figure, of two methods at least."""
     for title, of in compared(found):
-        if any(record["group"] in PLOTTED for record in of):
+        methods = {it["method"] for it in of if it["outcome"] == "ok"} - {BOUND}
+        if len(methods) > 1 and any(record["group"] in PLOTTED for record in of):
             yield title, of
 
 

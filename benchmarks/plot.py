@@ -1,23 +1,39 @@
 """Verb ``plot``: the frontier of records as a figure.
 
 Each method that was measured is a line; a point is the time of an iteration over the bytes that
-torch reserved at the peak (on a CPU: live bytes). The bound is over the budget.
+torch reserved at the peak (on a CPU: live bytes), hollow where the allocator flushed its cache. The
+bound is over the budget.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import xml.etree.ElementTree as ET
 from collections.abc import Iterable
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from belady.planners import POLICIES
 from benchmarks import comparison, options, records
-from benchmarks.cases import BOUND, OWN, Record
+from benchmarks.cases import BOUND, OURS, OWN, Record, flushes
 from benchmarks.errors import GivenError
+from benchmarks.suites import PEER_NAMES
 
 if TYPE_CHECKING:
     from belady.report.plots import Point
+
+_BOUND = "bound (eager, uncut)"
+_SLICED = ", in slices"
+_AUTO, *_POLICIES = POLICIES
+_OURS = (
+    *(f"{engine}{_AUTO}{cut}" for engine in OWN for cut in ("", _SLICED)),
+    *(f"{OURS}{policy}" for policy in _POLICIES),
+)
+# Ours and peers have numbers apart.
+LOOKS = {name: number for names in (PEER_NAMES, _OURS) for number, name in enumerate(names)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     from belady.report.plots import frontier, save_figure
 
     found = _chosen(records.merge(arguments.files), arguments)
-    save_figure(frontier(points(found)), arguments.out)
+    drawn = points(found)
+    save_figure(frontier(drawn, looks=LOOKS), arguments.out, description=described(drawn))
     return 0
 
 
@@ -60,20 +77,56 @@ def _chosen(found: Iterable[Record], arguments: argparse.Namespace) -> list[Reco
 
 
 def points(found: Iterable[Record]) -> list[Point]:
-    """A point for each measurement; rounds of one case are one point, at their median."""
+    """A point for each measurement; rounds of one case are one point, at their median.
+
+    What ran in slices is a series of its own. The bound is of what does not: where it says that
+    nothing fits, and something ran in slices, it is left out.
+    """
     from belady.report.plots import Kind, Point
 
     rounds: dict[tuple[str, str], list[Record]] = {}
     for record in found:
         rounds.setdefault((record["method"], str(record.get("budget"))), []).append(record)
+    bounds = [same[0] for (method, _), same in rounds.items() if method == BOUND]
     made = []
     for (method, _), same in rounds.items():
         if method == BOUND:
-            seconds = same[0]["bound_seconds"]
-            at = same[0]["budget_bytes"]
-            made.append(Point("bound", at, math.inf if seconds is None else seconds, Kind.BOUND))
             continue
         kind = Kind.OURS if method.startswith(OWN) else Kind.PEER
         held = max(r.get("peak_reserved_bytes", r["peak_allocated_bytes"]) for r in same)
-        made.append(Point(method, held, median(r["median_seconds"] for r in same), kind))
-    return made
+        seconds = median(r["median_seconds"] for r in same)
+        sliced = any("sections" in r.get("numerics", ()) for r in same)
+        name = f"{method}{_SLICED}" if sliced else method
+        made.append(Point(name, held, seconds, kind, not flushes(same)))
+    least = min((it.nbytes for it in made if it.series.endswith(_SLICED)), default=math.inf)
+    for record in bounds:
+        at, seconds = record["budget_bytes"], record["bound_seconds"]
+        if seconds is not None or at < least:
+            made.append(Point(_BOUND, at, math.inf if seconds is None else seconds, Kind.BOUND))
+    kinds = list(Kind)
+    return sorted(made, key=lambda it: (kinds.index(it.kind), LOOKS.get(it.series, len(LOOKS))))
+
+
+def described(drawn: Iterable[Point]) -> str:
+    """All that a figure shows, by which a file is compared with the records."""
+    return json.dumps(
+        [
+            [
+                it.series,
+                it.kind,
+                it.nbytes,
+                it.seconds if it.seconds < math.inf else None,
+                it.passed,
+            ]
+            for it in drawn
+        ]
+    )
+
+
+def description_of(path: Path) -> str | None:
+    """What `described` gave when the figure was written; None where it does not say."""
+    try:
+        tree = ET.parse(path)
+    except ET.ParseError:
+        return None
+    return next((it.text for it in tree.iter() if it.tag.endswith("}description")), None)

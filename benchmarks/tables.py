@@ -1,7 +1,7 @@
 """Verb ``tables``: writes tables and plots of README and docs from the committed records.
 
 The text between the markers of each page is generated; ``--check`` fails when it differs, or when a
-plot is not there.
+plot shows other points or none that there are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 
-from benchmarks import average_table, comparison, kernels
+from benchmarks import average_table, comparison, kernels, plot
 from benchmarks.cases import Record
 from benchmarks.founders import table as founders
 from benchmarks.records import committed
@@ -37,12 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Write or check all pages; gives an exit status."""
     found = committed()
     wrong = [page for page in PAGES if not _page(page, found, arguments.check)]
-    missing = [] if not arguments.check else [path for path in plots(found) if not path.exists()]
-    for path in (*wrong, *missing):
-        print(f"{path} differs from benchmarks/results: run `python -m benchmarks tables`")
+    drawn = plots(found)
     if not arguments.check:
-        _draw(found)
-    return int(bool(wrong or missing))
+        _draw(drawn)
+    for path in (*wrong, *differing(drawn)):
+        print(f"{path} differs from benchmarks/results: run `python -m benchmarks tables`")
+    return int(bool(wrong or differing(drawn)))
 
 
 def _page(page: str, found: list[Record], check: bool) -> bool:
@@ -105,13 +105,31 @@ def plots(found: list[Record]) -> dict[Path, list[Record]]:
     }
 
 
-def _draw(found: list[Record]) -> None:
-    for path, of in plots(found).items():
-        from belady.report.plots import frontier, save_figure
-        from benchmarks.plot import points
+def differing(drawn: Mapping[Path, list[Record]]) -> list[Path]:
+    """Files of plots that are not there, show something else, or are not wanted.
 
+    Points are compared, as versions of matplotlib write other bytes.
+    """
+    wanted = {path: plot.described(plot.points(of)) for path, of in drawn.items()}
+    there = {path: plot.description_of(path) for path in _files(drawn)}
+    return [path for path in wanted | there if wanted.get(path) != there.get(path)]
+
+
+def _draw(drawn: Mapping[Path, list[Record]]) -> None:
+    from belady.report.plots import frontier, save_figure
+
+    for path in _files(drawn):
+        path.unlink()
+    for path, of in drawn.items():
         path.parent.mkdir(exist_ok=True)
-        save_figure(frontier(points(of)), path)
+        points = plot.points(of)
+        figure = frontier(points, looks=plot.LOOKS)
+        save_figure(figure, path, description=plot.described(points))
+
+
+def _files(drawn: Iterable[Path]) -> list[Path]:
+    """Plots that lie beside those that are drawn."""
+    return sorted(file for folder in {it.parent for it in drawn} for file in folder.glob("*.svg"))
 
 
 def _name(title: str) -> str:

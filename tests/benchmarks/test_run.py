@@ -111,7 +111,7 @@ def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
     assert any(r.get("numerics") == ["sections"] for r in found)
     _capped_cases_keep_to_their_caps(found)
     assert {point.series for point in points([r for r in found if r["outcome"] == "ok"])} == {
-        "plain", "belady:auto", "bound", "checkpoint",
+        "plain", "belady:auto", "belady:auto, in slices", "bound (eager, uncut)", "checkpoint",
     }  # fmt: skip
     _ours_ran_at_the_peers_cap(found)
     benchmarks("plot", out, "-o", tmp_path / "out.svg")

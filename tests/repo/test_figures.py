@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.records import committed
-from benchmarks.tables import PAGES, generated, plots
+from benchmarks.tables import PAGES, differing, generated, plots
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,8 +19,25 @@ def test_page_shows_the_results(page: str) -> None:
     assert generated(page, text, committed()) == text, "run `python -m benchmarks tables`"
 
 
-def test_plots_are_there() -> None:
-    assert [path for path in plots(committed()) if not path.exists()] == []
+def test_plots_show_the_results() -> None:
+    assert differing(plots(committed())) == [], "run `python -m benchmarks tables`"
+
+
+def test_a_changed_point_is_noticed() -> None:
+    drawn = plots(committed())
+    path, of = next(iter(drawn.items()))
+    measured = next(record for record in of if "median_seconds" in record)
+    slower = {**measured, "median_seconds": 2 * measured["median_seconds"]}
+    assert differing({**drawn, path: [*of, {**slower, "budget": "another"}]}) == [path]
+    assert differing({**drawn, path: [slower if it is measured else it for it in of]}) == [path]
+
+
+def test_a_plot_too_few_or_too_many_is_noticed() -> None:
+    drawn = plots(committed())
+    path, of = drawn.popitem()
+    assert differing(drawn) == [path]
+    missing = path.with_name("missing.svg")
+    assert differing({**drawn, path: of, missing: of}) == [missing]
 
 
 def test_a_changed_result_is_noticed() -> None:
