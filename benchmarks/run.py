@@ -212,7 +212,7 @@ def _left(cases: Sequence[Case], out: Path, machines: Mapping[str, Record]) -> l
         print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {out}")
     again = {case.key for case in todo} & {records.key_of(record) for record in held}
     if again:
-        print(f"{len(again)} of which {out} has records, but none of this device and torch")
+        print(f"{len(again)} of {len(cases)} are in {out}, but not of this device and torch")
     return todo
 
 

@@ -176,7 +176,7 @@ def test_what_another_machine_measured_is_measured_here_too(
     cap = {"outcome": "ok", "budget_bytes": 5, "plain_digest": "of elsewhere"}
     records.write(arguments.out, [case.as_json() | it | cap for it in others for case in cases])
     run.execute(cases, arguments, 60)
-    assert "2 of which" in capsys.readouterr().out
+    assert "2 of 2 are in" in capsys.readouterr().out
     assert asked == ["checkpoint", "plain"]
     assert all(here.items() <= it.items() for it in records.read(arguments.out)[-2:])
     run.execute(cases, arguments, 60)
