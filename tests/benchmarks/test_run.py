@@ -95,6 +95,7 @@ def test_a_cap_of_another_setting_is_another() -> None:
     assert records.caps([failed]) == {case.cap_of("checkpoint"): None}
 
 
+@pytest.mark.timeout(300)
 def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = (
