@@ -28,7 +28,7 @@ def provenance(device: str) -> Record:
     return versions(device) | {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "source": source_digest(),
+        "source_digest": source_digest(),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
