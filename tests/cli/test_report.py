@@ -48,7 +48,7 @@ def test_it_has_a_usual_name_and_is_the_same_every_time(run: Path) -> None:
         (["empty.json"], "empty.json: document: not JSON"),
         (["run.json.gz", "-o", "none/page.html"], "none/page.html: No such file"),
         (["run.json.gz", "-o", "folder"], "folder: Is a directory"),
-        (["run.json.gz", "-o", "run.json.gz"], "is the run itself"),
+        (["run.json.gz", "-o", "run.json.gz"], "is an input too"),
         ([], "RUN"),
     ],
 )

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from belady.cli.inputs import RunArgument, read
 from belady.cli.options import JsonOption
-from belady.cli.runs import RunArgument, load_run
 from belady.cli.show import note, show_document, show_line
 from belady.ir.files import uncollected
+from belady.ir.run import Run
 
 _SPEAK_AFTER_S = 3.0
 
@@ -44,7 +45,7 @@ def explain(
     from belady import explain as explaining
 
     with uncollected():
-        document = load_run(run)
+        document = read(Run, run)
         try:
             explanation = explaining.explain(document, what, _Patience())
         except explaining.UnknownSubjectError as error:

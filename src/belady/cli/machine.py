@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from belady.ir.files import load
+from belady.cli.inputs import read
 from belady.ir.hardware import HardwareProfile
 
 
@@ -31,7 +31,7 @@ def measured(device: str | None, spill_dir: str | None, refresh: bool = False) -
 def hardware_for(device: str, file: Path | None) -> HardwareProfile:
     """Profile from ``file``, or of this machine's ``device``."""
     if file is not None:
-        return load(HardwareProfile, file)
+        return read(HardwareProfile, file)
     try:
         return measured(device, None)
     except typer.BadParameter as error:

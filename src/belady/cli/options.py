@@ -18,6 +18,11 @@ def bytes_of(text: str | None, option: str) -> int | None:
     return None if text is None else parse_bytes(text, option)
 
 
+def script_file(command: list[str], module: bool) -> list[Path]:
+    """The file that a `ScriptArgument` names, if it names one."""
+    return [] if module else [Path(command[0])]
+
+
 def _known_policy(policy: str) -> str:
     from belady.planners import POLICIES
 

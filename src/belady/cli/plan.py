@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from belady.cli.inputs import read
 from belady.cli.machine import hardware_for
 from belady.cli.options import (
     BudgetOption,
@@ -20,8 +21,9 @@ from belady.cli.options import (
     TraceArgument,
     bytes_of,
 )
+from belady.cli.outputs import require_output
 from belady.cli.show import show_document, show_table
-from belady.ir.files import load, save
+from belady.ir.files import save
 from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.trace import Trace
 from belady.units import format_bytes, format_seconds, parse_bytes
@@ -47,7 +49,8 @@ def plan(
         bytes_of(host_budget, "--host-budget"),
         bytes_of(disk_budget, "--disk-budget"),
     )
-    document = load(Trace, trace)
+    require_output(output, trace, hardware)
+    document = read(Trace, trace)
     made = planners.plan(policy, document, hardware_for(document.device, hardware), limits)
     if output is not None:
         save(made, output)

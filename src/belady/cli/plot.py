@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-from belady.cli.runs import RunArgument, load_run
+from belady.cli.inputs import RunArgument, read
+from belady.cli.outputs import require_output
 from belady.cli.show import note
+from belady.ir.run import Run
 
 
 class Picture(StrEnum):
@@ -50,6 +52,7 @@ def plot(
     """Draw PICTURE of RUN as SVG or PNG, for a paper. Needs matplotlib: belady[plot]."""
     from belady.report import plots
 
+    require_output(output, run)
     draw = {Picture.MEMORY: plots.memory, Picture.TIMELINE: plots.timeline}[picture]
-    plots.save_figure(draw(load_run(run), columns=columns), output)
+    plots.save_figure(draw(read(Run, run), columns=columns), output)
     note(f"{output}: {picture.value}")

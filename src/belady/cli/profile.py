@@ -14,7 +14,9 @@ from belady.cli.options import (
     ModuleOption,
     ScriptArgument,
     SpillDirOption,
+    script_file,
 )
+from belady.cli.outputs import require_output
 from belady.cli.progress import Progress
 from belady.cli.show import note
 from belady.ir.files import save
@@ -41,6 +43,8 @@ def profile(
     from belady.eager.limits import Limits
     from belady.launch import LaunchOptions, run_script
 
+    require_output(output, *script_file(command, module))
+    written = output.absolute()  # the script may go to another folder
     limits = Limits(budget=NO_LIMIT, spill_dir=spill_dir, policy="hybrid", engine=engine)
     options = LaunchOptions(limits, module=module, iterations=iterations)
     with Progress() as progress:
@@ -49,6 +53,6 @@ def profile(
     if observed is None:
         note(f"{command[0]} ended before a training iteration was seen: no trace")
         raise typer.Exit(launched.exit_code or FAILED)
-    save(observed.trace, output)
+    save(observed.trace, written)
     note(f"{len(observed.trace.ops)} ops, {len(observed.trace.saved)} saved values: {output}")
     raise typer.Exit(launched.exit_code)

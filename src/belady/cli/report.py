@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from belady.cli.runs import RunArgument, load_run
+from belady.cli.inputs import RunArgument, read
+from belady.cli.outputs import require_output
 from belady.cli.show import note
 from belady.ir.files import uncollected, write
+from belady.ir.run import Run
 
 
 def report(
@@ -21,8 +23,7 @@ def report(
     """Write RUN as one page of HTML that needs nothing else: does it fit, what moved and why."""
     from belady.report.html import page
 
-    if output.exists() and output.samefile(run):
-        raise typer.BadParameter(f"{output} is the run itself: give -o another name")
+    require_output(output, run)
     with uncollected():
-        write(page(load_run(run)).encode("utf-8"), output)
+        write(page(read(Run, run)).encode("utf-8"), output)
     note(f"{output}: open it in a browser")

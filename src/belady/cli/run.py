@@ -18,7 +18,9 @@ from belady.cli.options import (
     ScriptArgument,
     SpillDirOption,
     bytes_of,
+    script_file,
 )
+from belady.cli.outputs import require_output
 from belady.cli.progress import Progress
 from belady.cli.show import note
 from belady.errors import BeladyError
@@ -55,6 +57,8 @@ def run(
     from belady.eager.limits import Limits
     from belady.launch import LaunchOptions, run_script
 
+    require_output(report, *script_file(command, module))
+    written = report and report.absolute()  # the script may go to another folder
     limits = Limits(
         budget=parse_bytes(budget, "--budget"),
         host_budget=bytes_of(host_budget, "--host-budget"),
@@ -72,7 +76,7 @@ def run(
             raise
         except ValueError as error:  # options that do not go together; a script's are shown
             raise typer.BadParameter(str(error)) from error
-    _write(launched, report)
+    _write(launched, written)
     raise typer.Exit(_exit_code(launched, verify))
 
 

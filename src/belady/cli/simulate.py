@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from belady.cli.inputs import read
 from belady.cli.machine import hardware_for
 from belady.cli.options import HardwareOption, JsonOption, TraceArgument
 from belady.cli.show import show_document, show_table
-from belady.ir.files import load
 from belady.ir.plan import Plan
 from belady.ir.timeline import Timeline
 from belady.ir.trace import Trace
@@ -28,8 +28,8 @@ def simulate(
     """Predict time, peaks and stalls of PLAN on TRACE."""
     from belady import simulate as simulation
 
-    document = load(Trace, trace)
-    decided = load(Plan, plan)
+    document = read(Trace, trace)
+    decided = read(Plan, plan)
     profile = hardware_for(document.device, hardware)
     timeline = simulation.simulate(document, profile, decided)
     if json:

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from belady.cli.runs import RunArgument, load_run
+from belady.cli.inputs import RunArgument, read
+from belady.cli.outputs import require_output
 from belady.cli.show import note
 from belady.ir.files import uncollected, write
+from belady.ir.run import Run
 
 
 def trace(
@@ -40,8 +42,9 @@ def trace(
 
     if merge is None and merge_at is not None:
         raise typer.BadParameter("--merge-at is a step of --merge, which is not given")
+    require_output(output, run, merge)
     with uncollected():
-        document = load_run(run)
+        document = read(Run, run)
         profile = None if merge is None else read_profile(merge)
         write(chrome_trace(document, profile, merge_at), output)
     note(f"{output}: open it at https://ui.perfetto.dev")

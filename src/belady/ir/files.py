@@ -7,6 +7,7 @@ never runs anything.
 
 from __future__ import annotations
 
+import errno
 import gc
 import gzip
 import json
@@ -23,7 +24,16 @@ from belady.ir.codec import Codec, object_codec
 from belady.ir.consistency import validate
 from belady.ir.scalars import Misfit, unique_keys
 
-__all__ = ["dumps", "load", "loads", "save", "uncollected", "validate", "write"]
+__all__ = [
+    "dumps",
+    "load",
+    "loads",
+    "require_writable",
+    "save",
+    "uncollected",
+    "validate",
+    "write",
+]
 
 LARGEST_BYTES = 2**30
 _PIECE_BYTES = 2**20
@@ -103,15 +113,39 @@ def write(content: bytes, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     if target.suffix == ".gz":
         content = gzip.compress(content, compresslevel=6, mtime=0)
+    with _part_of(target) as (part, file):
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        part.replace(target)
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Find out whether `write` can write a file, without touching what it holds.
+
+    Raises
+    ------
+    OSError
+        If it cannot; it names ``path``.
+    """
+    with _part_of(Path(path)):
+        pass
+
+
+@contextmanager
+def _part_of(target: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """Open a file that can take the place of ``target``, and is gone at the end unless it did."""
     part = target.parent / f".belady-{secrets.token_hex(8)}"
     try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if target.exists() and not target.is_file():
+            # A pipe or a device would be replaced by a file.
+            raise OSError(errno.EINVAL, "Not a regular file")
         with part.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
+            yield part, file
     except OSError as error:
-        # The name of the part file says nothing to whoever asked for ``path``.
+        # The name of the part file says nothing to whoever asked for ``target``.
         raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         with suppress(OSError):

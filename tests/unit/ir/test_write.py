@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from belady.ir.files import write
+from belady.ir.files import require_writable, write
+
+FAILING = ["none/a.json", "file/a.json", "folder", "pipe"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
 
 
 def test_a_name_that_ends_in_gz_is_compressed_the_same_every_time(tmp_path: Path) -> None:
@@ -39,12 +49,31 @@ def test_a_disk_that_is_full_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("name", ["none/a.json", "file/a.json", "folder"])
-def test_the_error_names_the_file_that_was_asked_for(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(OSError, match="directory") as caught:
-        write(b"new", tmp_path / name)
-    assert caught.value.filename == str(tmp_path / name)
-    assert sorted(tmp_path.rglob("*")) == before
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_the_error_names_the_file_that_was_asked_for(name: str, folder: Path) -> None:
+    before = contents(folder)
+    with pytest.raises(OSError, match=r"directory|regular file") as caught:
+        write(b"new", folder / name)
+    assert caught.value.filename == str(folder / name)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_could_not_be_written_is_known_before(name: str, folder: Path) -> None:
+    before = contents(folder)
+    with pytest.raises(OSError, match=r"directory|regular file") as caught:
+        require_writable(folder / name)
+    assert caught.value.filename == str(folder / name)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["file", "new"])
+def test_what_could_be_written_is_left_as_it_is(name: str, folder: Path) -> None:
+    (folder / "file").write_bytes(b"old")
+    before = contents(folder)
+    require_writable(folder / name)
+    assert contents(folder) == before
