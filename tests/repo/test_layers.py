@@ -16,7 +16,7 @@ PACKAGE = SRC / "belady"
 
 # Lowest first. A part may import those on lines above its own, not its neighbours on the line.
 LAYERS = [
-    "errors _version",
+    "errors interrupts _version",
     "units",
     "ir",
     "simulate",
