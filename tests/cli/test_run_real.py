@@ -98,6 +98,10 @@ def test_same_output_and_code_as_python(
     assert run.measured is not None
     assert run.measured.level == 2
     assert 0 < run.measured.peak(Tier.DEVICE) <= SMALL
+    first, second = run.measured.numbers
+    assert f"iteration {first} (verified)" in managed.stderr
+    assert first + 1 == second < run.measured.recorded <= 7
+    assert max(span.end_s for span in run.measured.spans) <= run.measured.recorded_seconds * 1.05
 
 
 INTERRUPTED = """

@@ -147,6 +147,11 @@ class Measured:
     spans, stalls, held
         Copies on every lane, waits of compute, and device bytes at each anchor, of the recorded
         iteration (level 2), whose seconds start at its beginning on the device.
+    numbers
+        Which iterations of the program ``iterations`` are, the first being 1; empty where nobody
+        counted.
+    recorded, recorded_seconds
+        Which iteration was recorded, and its duration; 0 where none was.
     """
 
     level: int
@@ -161,6 +166,9 @@ class Measured:
     spans: tuple[Span, ...] = ()
     stalls: tuple[Stall, ...] = ()
     held: tuple[Held, ...] = ()
+    numbers: tuple[int, ...] = ()
+    recorded: int = 0
+    recorded_seconds: float = 0.0
     version: int = field(default=1, metadata={"const": 1})
 
     def peak(self, tier: Tier) -> int:

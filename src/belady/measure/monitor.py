@@ -25,6 +25,7 @@ from belady.memory.tape import END, Tape
 class Sample:
     """One iteration: device events or host times at its ends, and its counts at level 1.
 
+    ``number`` says which of the program it was, the first being 1.
     ``host_seconds`` is what the host spent inside the roots on the program's own account, and
     ``engine_seconds`` what issuing the plan took it in all, ``replay_seconds`` of them to take over
     what stays on the device or is made again; 0 where nobody counts it.
@@ -41,6 +42,7 @@ class Sample:
     engine_seconds: float = 0.0
     replay_seconds: float = 0.0
     tape: Tape | None = None
+    number: int = 0
 
     @property
     def seconds(self) -> float:
@@ -77,6 +79,8 @@ class Monitor:
     def end(self, sample: Sample) -> Sample:
         """It ended."""
         sample.ended = self._now()
+        self.carrier.iterations += 1
+        sample.number = self.carrier.iterations
         if sample.tape is not None:
             sample.tape.anchor(END)
         self.carrier.stop_recording()
@@ -146,6 +150,7 @@ def summarize(
         last.moved,
         sum(sample.retries for sample in samples),
         defaults,
+        numbers=tuple(sample.number for sample in samples),
     )
 
 

@@ -183,7 +183,9 @@ class Progress:
         """Add the events of an iteration to what was measured; whether it has any."""
         if sample.tape is None or self.trial is None or self.trial.measured is None:
             return False
-        self.trial = replace(self.trial, measured=with_events(self.trial.measured, sample.tape))
+        measured = with_events(self.trial.measured, sample.tape)
+        measured = replace(measured, recorded=sample.number, recorded_seconds=sample.seconds)
+        self.trial = replace(self.trial, measured=measured)
         return True
 
     def conclude(

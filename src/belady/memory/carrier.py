@@ -42,6 +42,8 @@ class Carrier:
     ----------
     paging
         Managed memory, which is none of the tiers that it sends to.
+    iterations
+        How many it has carried for, which monitors count: it outlives a change of engine.
 
     Raises
     ------
@@ -71,6 +73,7 @@ class Carrier:
         self._disk: DiskStore | None = None
         self._staging: Staging | None = None
         self.paging = self.make_paging()
+        self.iterations = 0
 
     def make_arena(self, budget_bytes: int | None) -> HostArena:
         """Make a store for host memory; tests override it."""

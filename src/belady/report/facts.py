@@ -88,7 +88,18 @@ def measurement(run: Run) -> list[str]:
         return []
     level = _LEVELS[measured.level] if 0 <= measured.level < len(_LEVELS) else "unknown"
     times = ", ".join(format_seconds(seconds) for seconds in measured.iterations)
-    lines = [f"Measured at level {measured.level} ({level}), iterations of {times}."]
+    which = " and ".join(map(str, measured.numbers))
+    lines = [
+        f"Measured at level {measured.level} ({level}), verified in iterations "
+        + (f"{which}, of {times}." if which else f"of {times}.")
+    ]
+    if recording(run):
+        waited_s = sum(stall.seconds for stall in measured.stalls)
+        lines.append(
+            f"{recording(run)} was recorded event by event: {format_seconds(waited_s)} of "
+            f"{format_seconds(measured.recorded_seconds)} waiting for copies. Lanes and causes of "
+            "waits are of that one; time and stall are medians of the verified ones."
+        )
     if run.trace.device == "cpu":
         # Beside graphs, ops are seen by nobody: capturing and watching every op exclude each other.
         of = ", of captured graphs alone" if run.trace.source is Source.GRAPH else ""
@@ -96,6 +107,11 @@ def measurement(run: Run) -> list[str]:
             f"The device peak of a CPU was counted op by op in the iteration before those{of}."
         )
     return lines
+
+
+def recording(run: Run) -> str:
+    """Which iteration was recorded; empty where none was."""
+    return f"Iteration {run.measured.recorded}" if run.measured and run.measured.recorded else ""
 
 
 def figures(run: Run) -> Iterator[tuple[str, str, str]]:

@@ -56,11 +56,16 @@ def page(run: Run) -> str:
     return _environment().get_template("report.html.j2").render(context)
 
 
-def _lanes(run: Run, axis: Axis) -> list[tuple[str, list[Row]]]:
-    found = [("Predicted", lanes(run, run.predicted, axis))]
+def _lanes(run: Run, axis: Axis) -> list[tuple[str, str, list[Row]]]:
+    """Name, what of it is drawn, and rows of each side that has any."""
+    about = format_seconds(run.predicted.seconds)
+    found = [("Predicted", about, lanes(run, run.predicted, axis))]
     if run.measured is not None:
-        found.append(("Measured", lanes(run, run.measured, axis)))
-    return [(name, rows) for name, rows in found if rows]
+        name, took = facts.recording(run).lower(), format_seconds(run.measured.recorded_seconds)
+        found.append(
+            ("Measured", f"{name}, {took}" if name else "", lanes(run, run.measured, axis))
+        )
+    return [(name, about, rows) for name, about, rows in found if rows]
 
 
 @cache

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from belady.errors import MissingExtraError
 from belady.ir.files import write
 from belady.ir.run import Run
-from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Tier
 from belady.report import ink
 from belady.report.series import bytes_by_op, dots, envelope, phases, rows
@@ -190,22 +189,23 @@ def timeline(run: Run, *, columns: int = 1) -> Figure:
     MissingExtraError
         If matplotlib is absent.
     """
-    sides: list[tuple[str, Timeline | Measured]] = [("predicted", run.predicted)]
-    if run.measured is not None and run.measured.spans:
-        sides.append(("measured", run.measured))
-    drawn = [(name, side.seconds, rows(run, side)) for name, side in sides]
-    lanes = sum(max(1, len(found)) for _, _, found in drawn)
+    predicted, seen = run.predicted, run.measured
+    drawn = [(f"predicted: {format_seconds(predicted.seconds)}", rows(run, predicted))]
+    if seen is not None and seen.spans:
+        # Of the iteration that is drawn; the median of those that were verified is another.
+        took = f": {format_seconds(seen.recorded_seconds)}" if seen.recorded else ""
+        drawn.append((f"measured{took}", rows(run, seen)))
+    heights = [max(1, len(found)) for _, found in drawn]
     with _matplotlib():
-        figure = _figure(columns, 0.75 + 0.19 * lanes + 0.2 * len(sides))
-        heights = [max(1, len(found)) for _, _, found in drawn]
-        panels = figure.subplots(len(sides), sharex=True, squeeze=False, height_ratios=heights)
-        for axes, (name, seconds, found) in zip(panels[:, 0], drawn, strict=True):
+        figure = _figure(columns, 0.75 + 0.19 * sum(heights) + 0.2 * len(drawn))
+        panels = figure.subplots(len(drawn), sharex=True, squeeze=False, height_ratios=heights)
+        for axes, (title, found) in zip(panels[:, 0], drawn, strict=True):
             ink.lanes(axes, found)
             axes.set_xmargin(0.01)
-            axes.set_title(f"{name}: {format_seconds(seconds)}", loc="left", pad=2)
+            axes.set_title(title, loc="left", pad=2)
         panels[-1, 0].set_xlim(left=0)
         panels[-1, 0].set_xlabel("time (ms)")
-        shown = {bar.kind for _, _, found in drawn for bars in found.values() for bar in bars}
+        shown = {bar.kind for _, found in drawn for bars in found.values() for bar in bars}
         names = [name for name in ink.BARS if name in shown]
         handles = [panels[0, 0].bar(0, 0, label=name, **ink.bar(name)) for name in names]
         ink.legend(figure, handles, names)

@@ -46,7 +46,7 @@ def staged() -> Run:
 
 
 def recorded(run: Run | None = None) -> Run:
-    """A run whose copies, waits and bytes were all seen, in an iteration of 10 ms."""
+    """A run whose copies, waits and bytes were all seen, in the ninth iteration, of 12 ms."""
     run = run or run_of()
     value, other = sorted(run.plan.decisions)[:2]
     spans = (
@@ -61,7 +61,8 @@ def recorded(run: Run | None = None) -> Run:
     )
     held = (Held(0, 0.0, MIB), Held(6, 0.004, 5 * MIB), Held(12, 0.008, 2 * MIB))
     peaks = (TierPeak(Tier.DEVICE, 6 * MIB),)
-    seen = Measured(2, 0.01, (0.01,), peaks, spans=spans, stalls=stalls, held=held)
+    seen = Measured(2, 0.01, (0.009, 0.011), peaks, numbers=(5, 6))
+    seen = replace(seen, spans=spans, stalls=stalls, held=held, recorded=9, recorded_seconds=0.012)
     return replace(run, measured=seen)
 
 

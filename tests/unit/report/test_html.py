@@ -60,7 +60,7 @@ def test_measured_stands_beside_predicted_and_its_level_is_explained() -> None:
     run = replace(run, measured=measured)
     text = Page(page(run)).text
     assert "measured overhead 25.0%" in text
-    assert "Measured at level 2 (every event), iterations of 10.0 ms." in text
+    assert "Measured at level 2 (every event), verified in iterations 5 and 6, of 9.00 ms, " in text
     assert "reserved 7.00 MiB" in text
     assert "for a copy-in, to have the bytes" in text
     assert "250 µs" in text
@@ -70,6 +70,22 @@ def test_measured_stands_beside_predicted_and_its_level_is_explained() -> None:
         in Page(page(replace(run, measured=measured))).text
     )
     assert "not yet: every figure is a prediction" in Page(page(run_of())).text
+
+
+def test_what_one_iteration_showed_is_told_from_what_several_did() -> None:
+    read = Page(page(recorded()))
+    # The waits of the one that was recorded, and the median of the verified ones.
+    assert "Iteration 9 was recorded event by event: 750 µs of 12.0 ms waiting" in read.text
+    assert "Computation waited for no copy." in read.text
+    assert "computation waits predicted iteration 9" in read.text
+    assert "Measured: iteration 9, 12.0 ms" in read.text
+    assert "what was measured in iteration 9, op by op" in read.text
+    unknown = recorded()
+    assert unknown.measured is not None
+    measured = replace(unknown.measured, numbers=(), recorded=0, recorded_seconds=0.0)
+    text = Page(page(replace(unknown, measured=measured))).text
+    assert "verified in iterations of 9.00 ms, 11.0 ms." in text
+    assert "was recorded" not in text
 
 
 @pytest.mark.parametrize("make", [run_of, staged, recorded, lambda: run_of(hardware=CPU)])

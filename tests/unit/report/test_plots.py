@@ -66,7 +66,15 @@ def test_svg_text_is_text_and_names_what_is_drawn(tmp_path: Path) -> None:
     assert {"host", "compute", "copy-out", "copy-in", "time (ms)"} <= set(found)
     assert {"forward", "backward", "copy", "stall", "issuing"} <= set(found)
     assert any(text.startswith("predicted: ") for text in found)
-    assert "measured: 10.0 ms" in found
+    assert "measured: 12.0 ms" in found  # what is drawn took so long, others took 10
+
+
+def test_a_measurement_without_its_duration_names_none(tmp_path: Path) -> None:
+    run = recorded()
+    assert run.measured is not None
+    measured = replace(run.measured, recorded=0, recorded_seconds=0.0)
+    save_figure(timeline(replace(run, measured=measured)), tmp_path / "figure.svg")
+    assert "measured" in texts(tmp_path / "figure.svg")
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])

@@ -67,7 +67,17 @@ def test_predicted_stands_against_measured() -> None:
     assert cells(text, "waiting for copies (stall)")[1] == "2.00 ms"
     assert cells(text, "overhead: stall over the rest")[1] == "25.0%"
     assert cells(text, "copy-out, bytes in copies")[1] == "5.00 MiB in 4"
-    assert "level 1 (time, peaks, bytes and stalls), iterations of 9.00 ms, 11.0 ms" in text
+    assert (
+        "level 1 (time, peaks, bytes and stalls), verified in iterations of 9.00 ms, 11.0 ms"
+        in text
+    )
+
+
+def test_verified_and_recorded_iterations_are_named() -> None:
+    seen = measured(numbers=(5, 6), recorded=9, recorded_seconds=0.013)
+    text = describe(replace(run_of(), measured=seen))
+    assert "verified in iterations 5 and 6, of 9.00 ms, 11.0 ms.\n" in text
+    assert "Iteration 9 was recorded event by event: 0.00 s of 13.0 ms waiting for copies." in text
 
 
 def test_replays_are_overhead_too() -> None:
