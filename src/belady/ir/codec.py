@@ -2,6 +2,10 @@
 
 For each type an encoder and a decoder are built once. Both refuse what the other would not take,
 so whatever is written can be read back as an equal document.
+
+Documents hold some hundred thousand small objects; to call a decoder for each part of each takes
+seconds. So lists are decoded by columns, one for each field of their items (`belady.ir.columns`).
+What does not fit there is decoded item by item, which says where it is and what is wrong with it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from belady.ir.scalars import PLAIN, Misfit, Repeated, refuse, show
+from belady.ir import columns
+from belady.ir.columns import Column
+from belady.ir.scalars import PLAIN, PLAIN_MANY, Misfit, Repeated, refuse, show
 
 LONGEST_LIST = 10**7
 
@@ -22,17 +28,18 @@ Tag = tuple[str, str]
 
 
 class Codec(NamedTuple):
-    """How to write a type and how to read it."""
+    """How to write a type and how to read it, one by one or many at once."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
+    many: Column
 
 
 @cache
 def codec(hint: Any) -> Codec:
     """Encoder and decoder of a field of type ``hint``."""
     if hint in PLAIN:
-        return Codec(PLAIN[hint], PLAIN[hint])
+        return Codec(PLAIN[hint], PLAIN[hint], columns.plain(PLAIN_MANY[hint]))
     if get_origin(hint) is tuple:
         return _tuple_codec(get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
@@ -56,26 +63,36 @@ def _enum_codec(kind: type[StrEnum]) -> Codec:
             refuse(wanted, data)
         return members[data]
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, columns.enum(members))
 
 
 def _tuple_codec(hints: tuple[Any, ...]) -> Codec:
     if len(hints) == 2 and hints[1] is Ellipsis:
         item = codec(hints[0])
-        return Codec(_many(tuple, item.encode, list), _many(list, item.decode, tuple))
+        many = columns.lists(item.many, LONGEST_LIST)
+        return Codec(_many(tuple, item.encode, list), _many(list, item.decode, tuple, many), many)
     items = [codec(hint) for hint in hints]
     return Codec(
         _several(tuple, [item.encode for item in items], list),
         _several(list, [item.decode for item in items], tuple),
+        columns.rows([item.many for item in items]),
     )
 
 
-def _many(source: type[Any], convert: Callable[[Any], Any], target: Callable[..., Any]) -> Any:
+def _many(
+    source: type[Any],
+    convert: Callable[[Any], Any],
+    target: Callable[..., Any],
+    many: Column | None = None,
+) -> Any:
     def run(data: Any) -> Any:
         if type(data) is not source:
             refuse("a list", data)
         if len(data) > LONGEST_LIST:
             raise Misfit(f"a list of {len(data)}, more than {LONGEST_LIST}")
+        found = None if many is None else many([data])
+        if found is not None:
+            return found[0]
         result: list[Any] = []
         try:
             for item in data:
@@ -124,13 +141,15 @@ def _union_codec(hints: tuple[Any, ...]) -> Codec:
             refuse(wanted, data if name is None else name)
         return by_name[name].decode(data)
 
-    return Codec(encode, decode)
+    many = columns.union({name: found.many for name, found in by_name.items()})
+    return Codec(encode, decode, many)
 
 
 def _optional_codec(inner: Codec) -> Codec:
     return Codec(
         lambda data: None if data is None else inner.encode(data),
         lambda data: None if data is None else inner.decode(data),
+        columns.optional(inner.many),
     )
 
 
@@ -143,7 +162,11 @@ def object_codec(kind: type[Any], tag: Tag | None = None) -> Codec:
         raise TypeError(f"{kind.__name__} has a field that documents cannot hold")
     parts = [(item.name, codec(hints[item.name])) for item in declared]
     fixed = _fixed(declared, tag)
-    return Codec(_object_encoder(kind, parts, fixed), _object_decoder(kind, parts, fixed))
+    return Codec(
+        _object_encoder(kind, parts, fixed),
+        _object_decoder(kind, parts, fixed),
+        columns.objects(kind, {name: part.many for name, part in parts}, fixed),
+    )
 
 
 def _fixed(declared: tuple[Field[Any], ...], tag: Tag | None) -> dict[str, Any]:

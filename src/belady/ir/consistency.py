@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import attrgetter, eq
 from typing import NoReturn
 
 from belady.errors import DocumentError, PlanMismatchError
@@ -67,68 +68,91 @@ def _amount(path: str, number: float) -> None:
         _fail(path, f"{number} is negative or not finite")
 
 
-def _ascending(path: str, numbers: list[tuple[str, int]]) -> None:
-    for (low_name, low), (name, number) in pairwise(numbers):
-        if low > number:
-            _fail(f"{path}.{name}", f"{number} lies before {low_name}, which is {low}")
+# Of many items one field at a time: to name and to call for each of them takes longer than to look.
+
+
+def _each_within(path: str, items: Sequence[object], name: str, low: int, high: int) -> None:
+    numbers = list(map(attrgetter(name), items))
+    if numbers and not low <= min(numbers) <= max(numbers) <= high:
+        for index, number in enumerate(numbers):
+            _within(f"{path}[{index}].{name}", number, low, high)
+
+
+def _lists_within(path: str, items: Sequence[object], name: str, high: int) -> None:
+    lists = list(map(attrgetter(name), items))
+    numbers = list(chain.from_iterable(lists))
+    if numbers and not 0 <= min(numbers) <= max(numbers) <= high:
+        for index, found in enumerate(lists):
+            _all_within(f"{path}[{index}].{name}", found, 0, high)
+
+
+def _amounts(path: str, items: Sequence[object], *names: str) -> None:
+    for name in names:
+        numbers = list(map(attrgetter(name), items))
+        # What is not equal to itself is NaN, among which there is no least.
+        known = all(map(eq, numbers, numbers))
+        if numbers and not (known and min(numbers) >= 0 and max(numbers) < math.inf):
+            for index, number in enumerate(numbers):
+                _amount(f"{path}[{index}].{name}", number)
 
 
 def _trace(trace: Trace, prefix: str) -> None:
     end = len(trace.ops)
-    for index, op in enumerate(trace.ops):
-        _op(f"{prefix}ops[{index}]", op, len(trace.values), end)
-    for index, storage in enumerate(trace.storages):
-        _storage(f"{prefix}storages[{index}]", storage, end)
-    for index, value in enumerate(trace.values):
-        path = f"{prefix}values[{index}]"
-        _within(f"{path}.storage", value.storage, 0, len(trace.storages) - 1)
-        _value(path, value, end)
+    _ops(f"{prefix}ops", trace.ops, len(trace.values), end)
+    _storages(f"{prefix}storages", trace.storages, end)
+    _values(f"{prefix}values", trace.values, len(trace.storages), end)
     _all_within(f"{prefix}anchors", trace.anchors, 0, end)
     for index, (before, after) in enumerate(pairwise(trace.anchors), start=1):
         if before >= after:
             _fail(f"{prefix}anchors[{index}]", f"{after} does not follow {before}: not ascending")
 
 
-def _op(path: str, op: Op, values: int, end: int) -> None:
-    _all_within(f"{path}.reads", op.reads, 0, values - 1)
-    _all_within(f"{path}.writes", op.writes, 0, values - 1)
-    _amount(f"{path}.device_seconds", op.device_seconds)
-    _amount(f"{path}.host_seconds", op.host_seconds)
-    _amount(f"{path}.workspace_bytes", op.workspace_bytes)
-    _amount(f"{path}.pass_index", op.pass_index)
-    if op.forward_op is not None:
-        _within(f"{path}.forward_op", op.forward_op, 0, end - 1)
-    for index, algorithm in enumerate(op.algorithms):
-        inner = f"{path}.algorithms[{index}]"
-        _amount(f"{inner}.device_seconds", algorithm.device_seconds)
-        _amount(f"{inner}.workspace_bytes", algorithm.workspace_bytes)
-    if op.shortcut is not None:
-        inner = f"{path}.shortcut"
-        _all_within(f"{inner}.reads", op.shortcut.reads, 0, values - 1)
-        _all_within(f"{inner}.writes", op.shortcut.writes, 0, values - 1)
-        _amount(f"{inner}.device_seconds", op.shortcut.device_seconds)
-        for value in op.shortcut.writes:
-            if value not in op.writes:
-                _fail(f"{inner}.writes", f"{value} is not among what the op writes")
+def _ops(path: str, ops: Sequence[Op], values: int, end: int) -> None:
+    _lists_within(path, ops, "reads", values - 1)
+    _lists_within(path, ops, "writes", values - 1)
+    _amounts(path, ops, "device_seconds", "host_seconds", "workspace_bytes", "pass_index")
+    for index, op in enumerate(ops):
+        if op.forward_op is not None:
+            _within(f"{path}[{index}].forward_op", op.forward_op, 0, end - 1)
+        if op.algorithms:
+            inner = f"{path}[{index}].algorithms"
+            _amounts(inner, op.algorithms, "device_seconds", "workspace_bytes")
+        if op.shortcut is not None:
+            inner = f"{path}[{index}].shortcut"
+            _all_within(f"{inner}.reads", op.shortcut.reads, 0, values - 1)
+            _all_within(f"{inner}.writes", op.shortcut.writes, 0, values - 1)
+            _amount(f"{inner}.device_seconds", op.shortcut.device_seconds)
+            for value in op.shortcut.writes:
+                if value not in op.writes:
+                    _fail(f"{inner}.writes", f"{value} is not among what the op writes")
 
 
-def _storage(path: str, storage: Storage, end: int) -> None:
-    _amount(f"{path}.nbytes", storage.nbytes)
-    _within(f"{path}.birth", storage.birth, 0, end)
-    _within(f"{path}.death", storage.death, 0, end)
-    _ascending(
-        path,
-        [("birth", storage.birth), ("released", storage.released), ("death", storage.death)],
-    )
+def _storages(path: str, storages: Sequence[Storage], end: int) -> None:
+    _amounts(path, storages, "nbytes")
+    _each_within(path, storages, "birth", 0, end)
+    _each_within(path, storages, "death", 0, end)
+    for index, storage in enumerate(storages):
+        if not storage.birth <= storage.released <= storage.death:
+            _lifetime(f"{path}[{index}]", storage)
 
 
-def _value(path: str, value: Value, end: int) -> None:
-    _amount(f"{path}.version", value.version)
-    _within(f"{path}.producer", value.producer, -1, end - 1)
-    for index, use in enumerate(value.uses):
-        _within(f"{path}.uses[{index}].op", use.op, 0, end - 1)
-    for index, save in enumerate(value.saves):
-        _save(f"{path}.saves[{index}]", save, end)
+def _lifetime(path: str, storage: Storage) -> None:
+    for low_name, name in pairwise(("birth", "released", "death")):
+        low, number = getattr(storage, low_name), getattr(storage, name)
+        if low > number:
+            _fail(f"{path}.{name}", f"{number} lies before {low_name}, which is {low}")
+
+
+def _values(path: str, values: Sequence[Value], storages: int, end: int) -> None:
+    _each_within(path, values, "storage", 0, storages - 1)
+    _amounts(path, values, "version")
+    _each_within(path, values, "producer", -1, end - 1)
+    for index, value in enumerate(values):
+        for number, use in enumerate(value.uses):
+            if not 0 <= use.op < end:
+                _within(f"{path}[{index}].uses[{number}].op", use.op, 0, end - 1)
+        for number, save in enumerate(value.saves):
+            _save(f"{path}[{index}].saves[{number}]", save, end)
 
 
 def _save(path: str, save: Save, end: int) -> None:
@@ -139,8 +163,9 @@ def _save(path: str, save: Save, end: int) -> None:
     _within(f"{path}.dropped", save.dropped, save.packed, end)
     _all_within(f"{path}.reads", save.reads, save.packed, save.dropped)
     for name, numbers in (("shape", save.shape), ("stride", save.stride)):
-        for index, number in enumerate(numbers):
-            _amount(f"{path}.{name}[{index}]", number)
+        if numbers and min(numbers) < 0:
+            for index, number in enumerate(numbers):
+                _amount(f"{path}.{name}[{index}]", number)
     _amount(f"{path}.offset", save.offset)
 
 
@@ -192,9 +217,10 @@ def _run(run: Run) -> None:
     _events("predicted", predicted, trace)
     if measured is not None:
         _events("measured", measured, trace)
+        _each_within("measured.held", measured.held, "boundary", 0, ops)
         for index, held in enumerate(measured.held):
-            _within(f"measured.held[{index}].boundary", held.boundary, 0, ops)
-            _moment(f"measured.held[{index}].seconds", held.seconds)
+            if not -_LONGEST_S <= held.seconds <= _LONGEST_S:
+                _moment(f"measured.held[{index}].seconds", held.seconds)
 
 
 def _plan(plan: Plan, trace: Trace) -> None:
@@ -220,15 +246,16 @@ def _plan(plan: Plan, trace: Trace) -> None:
 def _events(name: str, side: Timeline | Measured, trace: Trace) -> None:
     named: dict[str, Sequence[Span | Stall]] = {"spans": side.spans, "stalls": side.stalls}
     for kind, events in named.items():
-        for index, event in enumerate(events):
-            _within(f"{name}.{kind}[{index}].op", event.op, -1, len(trace.ops))
-            _within(f"{name}.{kind}[{index}].value", event.value, -1, len(trace.values) - 1)
+        path = f"{name}.{kind}"
+        _each_within(path, events, "op", -1, len(trace.ops))
+        _each_within(path, events, "value", -1, len(trace.values) - 1)
     for index, span in enumerate(side.spans):
         if not -_LONGEST_S <= span.start_s <= span.end_s <= _LONGEST_S:
             found = f"from {span.start_s} to {span.end_s} seconds"
             _fail(f"{name}.spans[{index}]", f"{found}, which cannot be drawn")
     for index, stall in enumerate(side.stalls):
-        _moment(f"{name}.stalls[{index}].start_s", stall.start_s)
+        if not -_LONGEST_S <= stall.start_s <= _LONGEST_S:
+            _moment(f"{name}.stalls[{index}].start_s", stall.start_s)
         if not 0 <= stall.seconds <= _LONGEST_S:
             path = f"{name}.stalls[{index}].seconds"
             _fail(path, f"{stall.seconds} is not between 0 and {_LONGEST_S:g}")

@@ -98,9 +98,38 @@ def _boolean(data: Any) -> bool:
     return data
 
 
+def _are_integers(column: list[Any]) -> bool:
+    return set(map(type, column)) <= {int} and (
+        not column or SMALLEST_INT <= min(column) <= max(column) <= LARGEST_INT
+    )
+
+
+def _are_numbers(column: list[Any]) -> bool:
+    return set(map(type, column)) <= {float} and all(map(math.isfinite, column))
+
+
+def _are_texts(column: list[Any]) -> bool:
+    if not set(map(type, column)) <= {str}:
+        return False
+    # Most names appear many times.
+    texts = set(column)
+    return all(len(text) <= LONGEST_TEXT and text.isascii() and "\0" not in text for text in texts)
+
+
+def _are_booleans(column: list[Any]) -> bool:
+    return set(map(type, column)) <= {bool}
+
+
 PLAIN: dict[object, Callable[[Any], Any]] = {
     int: _integer,
     float: _number,
     str: _text,
     bool: _boolean,
+}
+# Whether many are for certain what they are to be, each as it is; what is not may be, too.
+PLAIN_MANY: dict[object, Callable[[list[Any]], bool]] = {
+    int: _are_integers,
+    float: _are_numbers,
+    str: _are_texts,
+    bool: _are_booleans,
 }

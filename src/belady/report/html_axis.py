@@ -57,6 +57,12 @@ class Axis:
         """Where a moment is, in columns."""
         return min(max(seconds / self.end_s, 0.0), 1.0) * COLUMNS
 
+    def columns(self, moments: Iterable[float]) -> list[float]:
+        """Where each of many moments is, in columns."""
+        end, last = self.end_s, float(COLUMNS)
+        places = (moment / end * COLUMNS for moment in moments)
+        return [0.0 if at < 0 else last if at > last else at for at in places]
+
     def percent(self, seconds: float) -> float:
         """Where a moment is, in percent."""
         return round(self.column(seconds) * 100 / COLUMNS, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from belady.ir.run import Run
@@ -78,10 +79,11 @@ def _row(
     axis: Axis,
     title: Callable[[Span | Stall], str],
 ) -> Row:
-    pieces = sorted(pieces, key=lambda piece: piece[:2])
+    pieces = sorted(pieces, key=itemgetter(0, 1))
     boxes: list[Box] = []
     shares = [0.0] * COLUMNS
-    edges = [(axis.column(start), axis.column(end)) for start, end, _ in pieces]
+    starts, ends, _ = zip(*pieces, strict=True)
+    edges = list(zip(axis.columns(starts), axis.columns(ends), strict=True))
     for alone, (left, right), (start, end, about) in zip(_alone(edges), edges, pieces, strict=True):
         if alone or right - left >= _NARROWEST:
             text = f"{title(about)}, {format_seconds(end - start)}"
@@ -96,16 +98,20 @@ def _row(
 
 def _alone(edges: Sequence[tuple[float, float]]) -> list[bool]:
     """Whether each piece, given in order of start, has its columns for itself."""
-    reached = [-1, *accumulate((int(right) for _, right in edges), max)]
-    nexts = [*(int(left) for left, _ in edges[1:]), COLUMNS + 1]
+    lefts, rights = ([int(edge) for edge in side] for side in zip(*edges, strict=True))
+    reached = [-1, *accumulate(rights[:-1], max)]
+    nexts = [*lefts[1:], COLUMNS + 1]
     return [
-        before < int(left) and int(right) < after
-        for before, (left, right), after in zip(reached[:-1], edges, nexts, strict=True)
+        before < left and right < after
+        for before, left, right, after in zip(reached, lefts, rights, nexts, strict=True)
     ]
 
 
 def _add(shares: list[float], left: float, right: float) -> None:
     """Add what lies between two places to the share of each column there."""
+    if right < int(left) + 1 <= COLUMNS:  # as nearly all of many do
+        shares[int(left)] += right - left
+        return
     for column in range(int(left), min(int(right) + 1, COLUMNS)):
         shares[column] += max(0.0, min(right, column + 1) - max(left, column))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import add, gt
 from typing import NamedTuple
 
-from belady.ir.residency import curve, intervals, managed_room, tier_curve
+from belady.ir.residency import Interval, curve, intervals, managed_room, tier_curve
 from belady.ir.run import Run
 from belady.ir.trace import StorageKind, Tier
 from belady.report.html_axis import (
@@ -114,27 +115,27 @@ def _stack(run: Run) -> tuple[list[str], list[list[int]]]:
     """Kinds that hold bytes, and for each the bytes held by it and those below, op by op."""
     trace, allocator = run.trace, run.hardware.allocator
     spans = intervals(trace, run.plan)
-    by_kind: dict[StorageKind, list[int]] = {}
-    for kind in _ORDER:
-        mine = [span for span in spans if trace.storages[span.storage].kind is kind]
-        by_kind[kind] = tier_curve(mine, Tier.DEVICE, len(trace.ops), allocator)
+    by_kind: dict[StorageKind, list[Interval]] = {kind: [] for kind in _ORDER}
+    kinds = [storage.kind for storage in trace.storages]
+    for span in spans:
+        by_kind[kinds[span.storage]].append(span)
     total = run.predicted.curve or curve(trace, run.plan, allocator, spans)
-    held = [sum(column) for column in zip(*by_kind.values(), strict=True)]
-    scratch = [max(0, all_ - known) for all_, known in zip(total, held, strict=True)]
     room = managed_room(trace, run.plan, allocator)
-    scratch = [max(0, more - room) for more in scratch]
     rows = {MANAGED: [room] * len(total)} if room else {}
-    rows |= {kind.value: row for kind, row in by_kind.items() if any(row)}
-    rows |= {WORKSPACE: scratch} if any(scratch) else {}
-    if not rows:
-        return [WORKSPACE], [scratch]
-    sums = accumulate(rows.values(), lambda low, row: list(map(sum, zip(low, row, strict=True))))
-    return list(rows), list(sums)
+    for kind, mine in by_kind.items():
+        if mine:
+            rows[kind.value] = tier_curve(mine, Tier.DEVICE, len(trace.ops), allocator)
+    rows = {name: row for name, row in rows.items() if any(row)}
+    sums = list(accumulate(rows.values(), lambda low, row: list(map(add, low, row))))
+    known = sums[-1] if sums else [0] * len(total)
+    if not rows or any(map(gt, total, known)):
+        return [*rows, WORKSPACE], [*sums, list(map(max, total, known))]
+    return list(rows), sums
 
 
 def _chosen(totals: Sequence[int], axis: Axis) -> list[int]:
     """Ops that are drawn."""
-    columns = [int(axis.column(start)) for start in axis.starts[:-1]]
+    columns = list(map(int, axis.columns(axis.starts[:-1])))
     return sorted({0, *extremes(columns, totals)})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from belady.ir.plan import Encode, Managed, Offload, Recompute
@@ -46,10 +47,9 @@ class ModuleRow:
     backward_s: float = 0.0
     stall_s: float = 0.0
 
-    def add(self, other: ModuleRow) -> None:
-        """Count what another one took part in too."""
-        for part in fields(self)[1:]:
-            setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
+
+_COLUMNS = tuple(part.name for part in fields(ModuleRow)[1:])
+_figures = attrgetter(*_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,8 @@ def modules(run: Run) -> Modules:
     _count_values(run, found)
     _count_stalls(run, side, found)
     total = _sum("all modules", found.values())
-    ranked = sorted(
-        (row for row in found.values() if _share(row, total)), key=lambda row: -_share(row, total)
-    )
+    shares = [(_share(row, total), row) for row in found.values()]
+    ranked = [row for share, row in sorted(shares, key=itemgetter(0), reverse=True) if share]
     kept = {id(row) for row in ranked[:_MODULES]}
     return Modules(
         rows=[row for row in found.values() if id(row) in kept],
@@ -157,21 +156,14 @@ def _row(found: dict[str, ModuleRow], module: str) -> ModuleRow:
 
 
 def _sum(name: str, rows: Iterable[ModuleRow]) -> ModuleRow:
-    total = ModuleRow(name)
-    for row in rows:
-        total.add(row)
-    return total
+    return ModuleRow(name, *map(sum, zip(*map(_figures, rows), strict=True)))
 
 
 def _largest(rows: Iterable[ModuleRow]) -> ModuleRow:
-    rows = list(rows)
-    found = ModuleRow("")
-    for part in fields(found)[1:]:
-        setattr(found, part.name, max((getattr(row, part.name) for row in rows), default=0))
-    return found
+    return ModuleRow("", *map(max, zip(*map(_figures, rows), strict=True)))
 
 
 def _share(row: ModuleRow, total: ModuleRow) -> float:
     """Largest part of any total that the module has."""
-    parts = ((getattr(row, p.name), getattr(total, p.name)) for p in fields(row)[1:])
-    return max((part / whole for part, whole in parts if whole), default=0.0)
+    wholes = zip(_figures(row), _figures(total), strict=True)
+    return max((part / whole for part, whole in wholes if whole), default=0.0)

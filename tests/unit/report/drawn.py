@@ -15,7 +15,7 @@ from belady.planners import plan as make_plan
 from belady.planners import smallest_budget
 from belady.simulate import simulate
 from tests.support.builder import OpSpec, build_trace
-from tests.support.strategies import instances, machine
+from tests.support.strategies import instances, machine, random_trace
 
 MIB = 2**20
 ALLOCATOR = Allocator(round_bytes=512, margin_fraction=0.0, margin_bytes=0)
@@ -64,6 +64,21 @@ def recorded(run: Run | None = None) -> Run:
     seen = Measured(2, 0.01, (0.009, 0.011), peaks, numbers=(5, 6))
     seen = replace(seen, spans=spans, stalls=stalls, held=held, recorded=9, recorded_seconds=0.012)
     return replace(run, measured=seen)
+
+
+def large_run() -> Run:
+    """30,000 ops, every event measured."""
+    trace = random_trace(1, 30_000)
+    plan = make_plan("floor", trace, GPU, Budget(1 << 40))
+    predicted = simulate(trace, GPU, plan)
+    copies = tuple(s for s in predicted.spans if s.lane not in (Lane.HOST, Lane.COMPUTE))
+    held = tuple(Held(op, 0.0, nbytes) for op, nbytes in enumerate(predicted.curve))
+    peaks = (TierPeak(Tier.DEVICE, BUDGET),)
+    seconds = predicted.seconds
+    measured = Measured(
+        2, seconds, (seconds,), peaks, spans=copies, stalls=predicted.stalls, held=held
+    )
+    return Run(trace, GPU, plan, predicted, measured)
 
 
 @st.composite

@@ -17,9 +17,8 @@ from belady.ir.files import load, save, uncollected
 from belady.ir.plan import Assignment, Budget, Encode, Offload, Plan
 from belady.ir.residency import away, curve
 from belady.ir.run import Run
-from belady.ir.timeline import Held, Lane, Measured, Span, TierPeak, Timeline
+from belady.ir.timeline import Held, Lane, Span, Timeline
 from belady.ir.trace import Phase, Tier
-from belady.planners import plan as make_plan
 from belady.report.facts import held_at_peak
 from belady.report.html import page
 from belady.report.html_axis import Axis, axis_of, extremes, nice_step, steps
@@ -31,8 +30,7 @@ from belady.simulate import simulate
 from belady.units import format_bytes, format_seconds
 from tests.support.builder import OpSpec, build_trace
 from tests.support.pace import pace, slower
-from tests.support.strategies import random_trace
-from tests.unit.report.drawn import BUDGET, CPU, GPU, MIB, recorded, run_of, runs, staged
+from tests.unit.report.drawn import CPU, GPU, MIB, large_run, recorded, run_of, runs, staged
 from tests.unit.report.pages import BAD, SPELLED, Page, misnamed
 
 
@@ -349,18 +347,3 @@ def test_a_large_run_makes_a_small_page_in_time(tmp_path: Path) -> None:
     assert len(read.tags) < 20_000
     assert max(len(path.get("d", "")) for d in read.drawings for path in d.iter("path")) < 60_000
     assert "more, each with less of everything" in read.text
-
-
-def large_run() -> Run:
-    """30,000 ops, every event measured."""
-    trace = random_trace(1, 30_000)
-    plan = make_plan("floor", trace, GPU, Budget(1 << 40))
-    predicted = simulate(trace, GPU, plan)
-    copies = tuple(s for s in predicted.spans if s.lane not in (Lane.HOST, Lane.COMPUTE))
-    held = tuple(Held(op, 0.0, nbytes) for op, nbytes in enumerate(predicted.curve))
-    peaks = (TierPeak(Tier.DEVICE, BUDGET),)
-    seconds = predicted.seconds
-    measured = Measured(
-        2, seconds, (seconds,), peaks, spans=copies, stalls=predicted.stalls, held=held
-    )
-    return Run(trace, GPU, plan, predicted, measured)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from belady.report.html import page
-from tests.unit.report.drawn import recorded, staged
+from tests.unit.report.drawn import large_run, recorded, staged
 from tests.unit.report.pages import Page, misnamed
 
 BROWSER = shutil.which("chromium")
@@ -103,6 +103,26 @@ def test_nothing_sticks_out(width: int, hostile: bool, folder: Path) -> None:
     inner, room, scrolled = map(int, found.split())
     assert inner == width
     assert scrolled <= room
+
+
+def test_a_large_run_is_shown_and_sorted_at_once(folder: Path) -> None:
+    script = """
+    addEventListener("load", () => {
+      const drawn = performance.now(), head = document.querySelectorAll("table.sortable th")[1];
+      head.click();
+      const room = document.documentElement, width = room.scrollWidth - room.clientWidth;
+      const sorted = performance.now() - drawn;
+      const charts = document.querySelectorAll("svg[role=img]").length;
+      document.title = [charts, width, Math.round(drawn), Math.round(sorted)].join();
+    });
+    """
+    charts, width, drawn_ms, sorted_ms = map(
+        int, probed(page(large_run()), script, folder).split(",")
+    )
+    assert charts > 10
+    assert width <= 0
+    assert drawn_ms < 10_000
+    assert sorted_ms < 2_000
 
 
 @pytest.mark.parametrize("scheme", ["0", "1"])
