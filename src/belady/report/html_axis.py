@@ -14,7 +14,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from belady.ir.run import Run
-from belady.ir.timeline import Lane
+from belady.ir.timeline import Cause, Lane
+from belady.ir.trace import Phase
 from belady.units import format_seconds
 
 COLUMNS = 1000
@@ -22,6 +23,9 @@ _TICKS = 7
 _NICE = (1, 2, 2.5, 5)
 _NARROWEST_BAND = 2
 _WIDTH_OF_A_NAME = 9.0
+# What the optimizer may have of the axis, and what it gets where it would have more.
+_LARGEST_TAIL = 0.25
+_TAIL = 0.15
 
 
 class Tick(NamedTuple):
@@ -48,19 +52,34 @@ class Axis:
     ----------
     starts
         When compute is predicted to start each op; one more for the end of the iteration.
+    tail_s
+        The moment from which on time is drawn narrower; 0 where all of it is drawn alike.
     """
 
     end_s: float
     starts: Sequence[float]
+    tail_s: float = 0.0
+
+    @property
+    def tail_percent(self) -> float:
+        """Where the tail begins."""
+        return self.percent(self.tail_s)
+
+    @property
+    def narrower(self) -> float:
+        """How many times narrower the tail is drawn than what comes before."""
+        return (self.end_s - self.tail_s) / _TAIL / (self.tail_s / (1 - _TAIL))
 
     def column(self, seconds: float) -> float:
         """Where a moment is, in columns."""
-        return min(max(seconds / self.end_s, 0.0), 1.0) * COLUMNS
+        return self.columns([seconds])[0]
 
     def columns(self, moments: Iterable[float]) -> list[float]:
         """Where each of many moments is, in columns."""
         end, last = self.end_s, float(COLUMNS)
-        places = (moment / end * COLUMNS for moment in moments)
+        tail, head = (self.tail_s, last * (1 - _TAIL)) if self.tail_s else (end, last)
+        rest = (last - head) / (end - tail) if end > tail else 0.0
+        places = (it / tail * head if it <= tail else head + (it - tail) * rest for it in moments)
         return [0.0 if at < 0 else last if at > last else at for at in places]
 
     def percent(self, seconds: float) -> float:
@@ -68,10 +87,11 @@ class Axis:
         return round(self.column(seconds) * 100 / COLUMNS, 2)
 
     def ticks(self) -> list[Tick]:
-        """Round moments, the first at 0."""
-        step = nice_step(self.end_s / _TICKS)
-        count = int(self.end_s / step * (1 + 1e-9))
-        marks = (n * step for n in range(1, count + 1))
+        """Round moments, the first at 0; of a tail the end alone."""
+        even = self.tail_s or self.end_s
+        step = nice_step(even / _TICKS)
+        marks = [n * step for n in range(1, int(even / step * (1 + 1e-9)) + 1)]
+        marks += [self.end_s] if self.tail_s else []
         return [Tick(0.0, "0"), *(Tick(self.percent(at), format_seconds(at)) for at in marks)]
 
 
@@ -79,7 +99,28 @@ def axis_of(run: Run) -> Axis:
     """The axis of a run: as long as what is predicted and every event measured."""
     measured = run.measured.spans if run.measured else ()
     ends = [span.end_s for span in (*run.predicted.spans, *measured)]
-    return Axis(max([run.predicted.seconds, *ends]) or 1.0, _op_starts(run))
+    starts, end = _op_starts(run), max([run.predicted.seconds, *ends]) or 1.0
+    tail = max([starts[_optimizer(run)], *_events(run)])
+    return Axis(end, starts, tail if 0 < tail < end * (1 - _LARGEST_TAIL) else 0.0)
+
+
+def _optimizer(run: Run) -> int:
+    """The first of the ops of an optimizer at the end of the trace."""
+    first = len(run.trace.ops)
+    while first and run.trace.ops[first - 1].phase is Phase.OPTIMIZER:
+        first -= 1
+    return first
+
+
+def _events(run: Run) -> Iterator[float]:
+    """Ends of all copies and waits for them, and where measured compute was last heard of."""
+    for side in (run.predicted, run.measured):
+        if side is not None:
+            yield from (stall.end_s for stall in side.stalls if stall.cause is not Cause.HOST)
+            yield from (span.end_s for span in side.spans if span.value >= 0)
+    for span in run.measured.spans if run.measured else ():
+        if span.lane is Lane.COMPUTE:
+            yield span.start_s
 
 
 def phases(run: Run, axis: Axis) -> Iterator[Band]:

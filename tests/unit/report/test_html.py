@@ -331,6 +331,50 @@ def test_steps_of_an_axis_are_round(least: float, step: float) -> None:
     assert nice_step(least) == pytest.approx(step)
 
 
+def stepped(seconds: float) -> Run:
+    """A run whose optimizer takes so long, after all else."""
+    run = run_of()
+    trace = run.trace
+    last = len(trace.ops) - 1
+    op = replace(
+        trace.ops[last], phase=Phase.OPTIMIZER, device_seconds=seconds, writes=(), reads=()
+    )
+    trace = replace(trace, ops=(*trace.ops[:last], op))
+    return run_of(trace)
+
+
+def test_a_long_step_of_the_optimizer_leaves_room_for_the_rest() -> None:
+    run = stepped(1.0)
+    axis = axis_of(run)
+    begins = axis.starts[-2]
+    assert axis.tail_s >= begins
+    assert axis.percent(axis.tail_s) == 85
+    assert axis.percent(axis.end_s) == 100
+    moments = [axis.end_s * n / 1000 for n in range(1001)]
+    assert axis.columns(moments) == [axis.column(moment) for moment in moments]
+    assert axis.columns(moments) == sorted(axis.columns(moments))
+    slope = axis.percent(axis.tail_s) / axis.tail_s
+    assert slope / (15 / (axis.end_s - axis.tail_s)) == pytest.approx(axis.narrower)
+    texts = [tick.text for tick in axis.ticks()]
+    assert texts[-1] == format_seconds(axis.end_s)
+    assert all(tick.percent <= 85 for tick in axis.ticks()[:-1])
+    assert f"time is drawn {axis.narrower:.1f} times narrower" in Page(page(run)).text
+
+
+def test_time_is_even_where_the_optimizer_is_short_or_something_is_copied_meanwhile() -> None:
+    assert axis_of(stepped(1e-5)).tail_s == 0
+    assert "narrower" not in Page(page(stepped(1e-5))).text
+    run = stepped(1.0)
+    late = Span(Lane.COPY_IN, 0.9, 0.95, value=run.trace.saved[0])
+    predicted = replace(run.predicted, spans=(*run.predicted.spans, late))
+    assert axis_of(replace(run, predicted=predicted)).tail_s == 0
+
+
+def test_that_measured_bytes_have_no_kinds_is_said() -> None:
+    assert "Measured bytes are counted as a sum" in Page(page(recorded())).text
+    assert "Measured bytes are counted as a sum" not in Page(page(run_of())).text
+
+
 @pytest.mark.slow
 def test_a_large_run_makes_a_small_page_in_time(tmp_path: Path) -> None:
     save(large_run(), tmp_path / "run.json")
