@@ -235,6 +235,9 @@ def _toy() -> Iterable[Case]:
             yield Case(net, method, "none", equal_steps=2, **toy)
         yield Case(net, OURS + "floor", "own", equal_steps=6, **toy)
         yield Case(net, OURS + "lifetime", "80%", **toy)
+    # Dropout: random numbers have to be the same.
+    for method, budget in (("plain", "none"), (OURS + "floor", "own")):
+        yield Case("gpt2", method, budget, equal_steps=6, **toy)
 
 
 SUITES: Mapping[str, Callable[[], Iterable[Case]]] = {

@@ -115,6 +115,26 @@ def _vgg(
     return image_workload(model, setting, shape, model.blocks())
 
 
-def toy_vgg(setting: Setting) -> Workload:
-    """A chain of five narrow convolutions in three stages."""
-    return _vgg(setting, (4, 56), (1, 2, 2), (4, 8, 8))
+def toy_vgg(setting: Setting, groups: tuple[int, int, int] = (1, 2, 2)) -> Workload:
+    """A chain of narrow convolutions in three stages."""
+    return _vgg(setting, (4, 56), groups, (4, 8, 8))
+
+
+def toy_alexnet(setting: Setting) -> Workload:
+    """A wide stride first, pools that overlap, and dropout before the linear layers."""
+    stages = [
+        nn.Sequential(*_conv((3, 8), 11, 4, 2), nn.MaxPool2d(3, 2)),
+        nn.Sequential(*_conv((8, 16), 3, 1, 1), *_conv((16, 8), 3, 1, 1), nn.MaxPool2d(3, 2)),
+    ]
+    model = Chain(stages, nn.AdaptiveAvgPool2d(3), _head((72, 32, 32, 1000), dropout_first=True))
+    return image_workload(model, setting, (4, 64), model.blocks())
+
+
+def toy_overfeat(setting: Setting) -> Workload:
+    """As AlexNet's, with pools that do not overlap and convolutions without padding."""
+    stages = [
+        nn.Sequential(*_conv((3, 8), 11, 4), nn.MaxPool2d(2)),
+        nn.Sequential(*_conv((8, 16), 3), *_conv((16, 16), 3, 1, 1), nn.MaxPool2d(2)),
+    ]
+    model = Chain(stages, nn.Identity(), _head((64, 32, 32, 1000), dropout_first=True))
+    return image_workload(model, setting, (4, 63), model.blocks())

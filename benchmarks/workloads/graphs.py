@@ -20,6 +20,45 @@ def googlenet(setting: Setting, batch: int = 512) -> Workload:
     return image_workload(model, setting, (batch, 224), blocks)
 
 
+class Inception(nn.Module):
+    """Four ways through, each with its norms, joined by concatenation alone."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        part = channels // 4
+        self.branch1 = _normed(channels, part, 1)
+        self.branch2 = nn.Sequential(_normed(channels, part, 1), _normed(part, part, 3))
+        self.branch3 = nn.Sequential(_normed(channels, part, 1), _normed(part, part, 3))
+        self.branch4 = nn.Sequential(
+            nn.MaxPool2d(3, 1, 1, ceil_mode=True), _normed(channels, part, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.branch1(x), self.branch2(x), self.branch3(x), self.branch4(x)], 1)
+
+
+def _normed(before: int, after: int, kernel: int) -> nn.Sequential:
+    convolution = nn.Conv2d(before, after, kernel, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(after, eps=0.001), nn.ReLU(inplace=True))
+
+
+def toy_googlenet(setting: Setting) -> Workload:
+    """Three inception modules with a pool between them, and dropout before the classifier."""
+    model = nn.Sequential(
+        _normed(3, 8, 7),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        Inception(8),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        Inception(8),
+        Inception(8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(8, 1000),
+    )
+    return image_workload(model, setting, (4, 32), ("2", "4", "5"))
+
+
 class Branches(nn.Module):
     """Four ways through, joined by concatenation, and a fifth, by a sum."""
 

@@ -80,9 +80,9 @@ def resnet(setting: Setting, batch: int = 256, depth: int = 50) -> Workload:
     return _resnet(setting, (batch, 224), stages, 64)
 
 
-def toy_resnet(setting: Setting) -> Workload:
-    """Five narrow bottlenecks in four stages."""
-    return _resnet(setting, (8, 64), (2, 1, 1, 1), 4)
+def toy_resnet(setting: Setting, stages: tuple[int, int, int, int] = (2, 1, 1, 1)) -> Workload:
+    """A few narrow bottlenecks in four stages."""
+    return _resnet(setting, (8, 64), stages, 4)
 
 
 def _resnet(

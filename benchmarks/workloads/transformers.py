@@ -113,6 +113,49 @@ def _llama(setting: Setting, model: Llama, shape: tuple[int, int], vocabulary: i
     return token_workload(model, setting, shape, vocabulary, names)
 
 
+class _Gpt2Block(nn.Module):
+    """Attention and an MLP with biases, layer norms before and dropout after each."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.mix(self.ln_1(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = mixed.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout(self.project(seen.transpose(1, 2).flatten(2)))
+        inner = functional.gelu(self.up(self.ln_2(x)), approximate="tanh")
+        return x + self.dropout(self.down(inner))
+
+
+class _Gpt2(nn.Module):
+    """Learned positions, and a head that has the weight of the embedding."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.h = nn.ModuleList(_Gpt2Block(width, 4) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        return self.head(self.ln_f(x))
+
+
+def toy_gpt2(setting: Setting) -> Workload:
+    """Three blocks of 32."""
+    return token_workload(_Gpt2(64, 32, 32, 3), setting, (4, 32), 64, ("h.0", "h.1", "h.2"))
+
+
 def toy_vit(setting: Setting) -> Workload:
     """Two encoder layers over patches of small images."""
     layers = [

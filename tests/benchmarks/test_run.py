@@ -122,6 +122,19 @@ def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
     assert records.read(out) == found
 
 
+@pytest.mark.timeout(240)
+def test_the_suite_of_toys(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    benchmarks("run", out, "--suite", "toy")
+    found = records.read(out)
+    assert {record["outcome"] for record in found} == {"ok"}, found
+    assert len(found) == len(list(SUITES["toy"]()))
+    assert {record["workload"] for record in found} == {"resnet50", "gpt2", "llama"}
+    assert all(record["equal"] for record in found if "equal" in record)
+    assert any("equal" in record for record in found if record["method"] == "belady:floor")
+    _capped_cases_keep_to_their_caps(found)
+
+
 def _ours_ran_at_the_peers_cap(found: list[dict[str, Any]]) -> None:
     caps = {(r["method"], r["budget"]): r.get("budget_bytes") for r in found}
     assert caps["belady:auto", "100%:checkpoint"] == caps["checkpoint", "smallest"]

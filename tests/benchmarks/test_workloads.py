@@ -22,7 +22,10 @@ def digest_of(work: Workload, method: str = "plain", steps: int = 2) -> str:
         return digest(session, steps)
 
 
-@pytest.mark.parametrize("name", ["googlenet", "resnet50", "vgg19", "vit", "llama", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    ["alexnet", "overfeat", "googlenet", "resnet50", "vgg19", "vit", "gpt2", "llama", "lstm"],
+)
 def test_a_seed_repeats(name: str) -> None:
     assert digest_of(toy(name)) == digest_of(toy(name))
 
@@ -33,6 +36,22 @@ def test_blocks_are_modules_that_hold_most_parameters_or_activations(name: str) 
     assert work.blocks
     for block in work.blocks:
         work.model.get_submodule(block)
+
+
+def test_no_toy_stands_for_two_networks() -> None:
+    shapes = {
+        name: [(type(m), [tuple(p.shape) for p in m.parameters(recurse=False)]) for m in modules]
+        for name in WORKLOADS
+        for modules in [list(toy(name).model.modules())]
+    }
+    assert len({str(found) for found in shapes.values()}) == len(WORKLOADS)
+
+
+def test_the_toy_of_gpt2_is_of_its_kind() -> None:
+    kinds = {name: {type(m) for m in toy(name).model.modules()} for name in ("gpt2", "llama")}
+    assert {torch.nn.LayerNorm, torch.nn.Dropout} <= kinds["gpt2"] - kinds["llama"]
+    model = toy("gpt2").model
+    assert model.head.weight is model.wte.weight
 
 
 def test_sizes_of_published_networks() -> None:
