@@ -100,7 +100,7 @@ def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = (
         "frontier", out, "--toy", "--workload", "vgg19", "--precision", "fp32", "--ladder", 95, 91,
-        "--peer", "checkpoint", "--peer", "trl", "--repeats", 2, "--share-process",
+        "--peer", "checkpoint", "--peer", "trl", "--repeats", 2, "--rounds", 1, "--share-process",
     )  # fmt: skip
     benchmarks(*arguments)
     found = records.read(out)
@@ -125,7 +125,7 @@ def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_the_suite_of_toys(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    benchmarks("run", out, "--suite", "toy")
+    benchmarks("run", out, "--suite", "toy", "--rounds", 1)
     found = records.read(out)
     assert {record["outcome"] for record in found} == {"ok"}, found
     assert len(found) == len(list(SUITES["toy"]()))
