@@ -36,6 +36,7 @@ class KeptInterrupts:
             and main is not None
             and issubclass(ignored.exc_type, KeyboardInterrupt)
             and threading.get_ident() == main
+            and callable(signal.getsignal(signal.SIGINT))
             and _start(main)
         ):
             return

@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             node._sequence_nr() if backward else newest_node(),
             random=draws(func, args, kwargs),
             communicates=name.startswith(("c10d", "_c10d_functional")),
-            may_sum=backward and may_sum(name, node),
+            may_sum=backward and not replay and may_sum(name),
         )
         operands = list(tensors_in((*args, *kwargs.values())))
         self.shapes.append(tuple(map(shape_of, operands)))

@@ -8,24 +8,34 @@ residual network.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from types import FrameType
 
-from torch.autograd.function import BackwardCFunction
+from torch.autograd import graph
 
 from belady.ir.trace import Storage, StorageKind, Trace, Value
 
 _ADD = "aten.add.Tensor"
 _IN_PLACE = "aten.add_.Tensor"
+# Between a mode and who calls it.
+_AROUND_A_MODE = ("belady.measure.", "torch._dynamo", "torch._compile", "torch.utils._python_disp")
+_ENGINE = graph._engine_run_backward.__code__
 
 
-def may_sum(name: str, node: Any) -> bool:
-    """Whether an op of backward, run while ``node`` is autograd's, can be such a sum.
+def may_sum(name: str) -> bool:
+    """Whether the op that a mode is told of, during backward, can be such a sum.
 
-    A function of the user's adds up as it says.
+    What runs Python code (a hook, a function of the user's) adds up as that says. Autograd calls
+    the mode from a thread without any, or from where that of backward began.
     """
-    return name == _ADD and not isinstance(node, BackwardCFunction)
+    if name != _ADD:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_AROUND_A_MODE):
+        frame = frame.f_back
+    return frame is None or frame.f_code is _ENGINE
 
 
 def in_place(trace: Trace, candidates: Iterable[int]) -> Trace:
@@ -52,8 +62,13 @@ class _Joining:
         self._values = list(trace.values)
         self._storages: dict[int, Storage] = dict(enumerate(trace.storages))
         self._of: dict[int, list[int]] = {}
+        self._newest: dict[int, int] = {}
+        self._saved: set[int] = set()
         for index, value in enumerate(trace.values):
             self._of.setdefault(value.storage, []).append(index)
+            self._newest[value.storage] = max(value.version, self._newest.get(value.storage, 0))
+            if value.saves:
+                self._saved.add(value.storage)
 
     def ends_a_node(self, at: int) -> bool:
         """Whether op ``at`` adds what its node has just made to what another made, which ends."""
@@ -63,24 +78,25 @@ class _Joining:
         first, second, made = (self._values[value] for value in (*op.reads, *op.writes))
         into, gone = (self._storages[it.storage] for it in (first, made))
         return (
-            self._node_of(first) != op.forward_op == self._node_of(second)
+            op.forward_op is not None
+            and self._node_of(first) != op.forward_op == self._node_of(second)
             and into.kind is gone.kind is StorageKind.ACTIVATION
             and into.death == at + 1
             and into.nbytes == gone.nbytes
             and made.version == 0
-            and not any(self._values[it].saves for it in self._of[first.storage])
+            and not self._saved & {first.storage, made.storage}
         )
 
     def join(self, at: int) -> None:
         """Let op ``at`` write its first operand."""
         op = self._ops[at]
         into, gone = (self._values[it].storage for it in (op.reads[0], op.writes[0]))
-        newest = max(self._values[it].version for it in self._of[into])
+        newest = self._newest[into] + 1
         for index in self._of.pop(gone):
             value = self._values[index]
-            version = newest + 1 + value.version
-            self._values[index] = replace(value, storage=into, version=version)
+            self._values[index] = replace(value, storage=into, version=newest + value.version)
             self._of[into].append(index)
+        self._newest[into] = newest + self._newest.pop(gone)
         after = self._storages.pop(gone)
         self._storages[into] = replace(
             self._storages[into], released=after.released, death=after.death

@@ -56,8 +56,10 @@ class Trial:
 
         0 where the budget is far above: only near its cap does the allocator have to fit blocks.
         """
-        needed = replace(self.hardware.allocator, margin_bytes=0).budget_for(peak_bytes)
-        return needed if needed > _NEAR * self.plan.budget.device_bytes else 0
+        allocator, budget = self.hardware.allocator, self.plan.budget.device_bytes
+        needed = replace(allocator, margin_bytes=0).budget_for(peak_bytes)
+        # A peak of which no fraction is asked may be near the budget itself.
+        return min(needed, budget - allocator.margin_bytes) if needed > _NEAR * budget else 0
 
     def keeps(self) -> bool:
         """Whether what was measured kept to the budget."""

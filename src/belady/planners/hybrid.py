@@ -52,7 +52,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 5
+    version: int = 6
     recomputes: bool = True
 
     def __call__(
@@ -91,9 +91,23 @@ class _Search:
         self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, self.best))
         self._left: float = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
         self._prices: dict[Wish, float] = {}
+        # Whether a plan was best because of what its replays share, and whether that leads the way.
+        self._gained = self._led = False
 
     def run(self) -> Plan:
         """The plan of the lowest price found."""
+        tries = self._left
+        at = self._descended()
+        if self._gained:
+            # It makes mixes worth their replays that are not without; the way to others is lost.
+            self._led, self._left = True, tries
+            self._prices.clear()
+            at = self._descended()
+        self._exchange(at)
+        return self.best
+
+    def _descended(self) -> Wish:
+        """The mix of the lowest price, one limit after another."""
         parts = _parts(self._case.trace, self._mixer)
         some = parts[:: _PARTS // 4]
         at = self._cheapest(Wish(values) for values in some)
@@ -109,8 +123,7 @@ class _Search:
             at = self._cheapest([at, *(replace(at, values=values) for values in sides)])
             step //= 2
         at = self._cheapest(replace(at, stretch=stretch) for stretch in _STRETCHES)
-        self._exchange(self._cheapest(replace(at, reach=reach) for reach in _REACHES))
-        return self.best
+        return self._cheapest(replace(at, reach=reach) for reach in _REACHES)
 
     def _exchange(self, at: Wish) -> None:
         """Turn copies of neighbours in time into replays and back, at first also for the worse.
@@ -149,19 +162,29 @@ class _Search:
 
     def _settle(self, wish: Wish, times: Times, most: float) -> Times | None:
         """Try a mix; give the boundary times that it leads to if none is better by now."""
+        plans = self._mixer.make(wish, times)
+        after = self._judge(wish, plans[0], most) if plans else None
+        alone, best = self._prices[wish], self.best
+        for sharing in plans[1:]:
+            found = self._judge(wish, sharing, most)
+            after = after if found is None else found
+            self._gained |= self.best is not best
+        if not self._led:
+            self._prices[wish] = alone
+        return after
+
+    def _judge(self, wish: Wish, plan: Plan, most: float) -> Times | None:
+        """Keep a plan of a mix if none is better by now; gives its boundary times then."""
         case = self._case
-        plan = self._mixer.make(wish, times)
-        if plan is None:
-            return None
         mild = price = iteration_seconds(case.trace, case.hardware, plan)
         if price < max(most, self._price):
             mild, price = self._priced(plan, price)
-        self._prices[wish] = min(self._prices[wish], mild)
+        known, self._prices[wish] = self._prices[wish], min(self._prices[wish], mild)
         if price >= self._price:
             return None
         verdict = check(case.trace, case.hardware, plan, case.budget)
         if not verdict.ok:
-            self._prices[wish] = inf
+            self._prices[wish] = known
             return None
         timeline = simulate(case.trace, case.hardware, plan)
         peak, seconds = verdict.peak_bytes, timeline.seconds

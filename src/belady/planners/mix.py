@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from belady.ir import residency
+from belady.ir.legality import check
 from belady.ir.plan import Assignment, Offload, Plan, Recompute
 from belady.ir.replay import compared_share, seconds_of, sources
 from belady.ir.residency import offload_boundaries
@@ -16,6 +17,7 @@ from belady.ir.trace import Trace
 from belady.planners.base import Draft, assemble
 from belady.planners.moves import Case, Schedule, movable, offloads, read_by, tier_for
 from belady.planners.replays import cheapest
+from belady.planners.sharing import passed
 from belady.planners.spread import Bytes, Spread, Times, alone, held_bytes, keep, slack_of
 
 _COPIED = "moved: the budget has no room for it meanwhile"
@@ -108,8 +110,10 @@ class Mixer:
         schedules = {value: _schedule(trace, value, due.get(value)) for value in others}
         return Away(offloads(trace, tier_for(self._case, others), schedules), replays)
 
-    def make(self, wish: Wish, times: Times) -> Plan | None:
-        """Plan that comes near the wish, or None if it needs more than the budget.
+    def make(self, wish: Wish, times: Times) -> list[Plan]:
+        """Plans that come near the wish; none if they need more than the budget.
+
+        The second one, where there is room for it, has what replays pass held for those after them.
 
         Parameters
         ----------
@@ -118,17 +122,48 @@ class Mixer:
         """
         begun = self._begin(wish)
         if begun is None:
-            return None
+            return []
         kept = self._keep(*begun, wish.reserve)
         rest = self.away(wish, kept)
         spread = Spread(self._case, rest.moves, times, self._slack(rest))
         if spread.slack.min(initial=0) < 0:
-            return None
+            return []
         spread.widen()
         again = self._keep(Away({}, rest.replays), spread.slack, 0.0)
         left = {value: it for value, it in rest.replays.items() if value not in again}
-        replays = _timed(self._case.trace, left)
-        return assemble(self._case, self.draft(Away(spread.moves, replays)))
+        left = _timed(self._case.trace, left)
+        plan = assemble(self._case, self.draft(Away(spread.moves, left)))
+        sharing = self._sharing(plan, wish, spread.moves, left)
+        return [plan] if sharing is None else [plan, sharing]
+
+    def _sharing(
+        self,
+        plan: Plan,
+        wish: Wish,
+        moves: Mapping[int, Offload],
+        replays: Mapping[int, Recompute],
+    ) -> Plan | None:
+        """The plan with what replays pass held for those after them; None where that cannot be."""
+        case, trace = self._case, self._case.trace
+        early = passed(trace, replays, self.nbytes, slack_of(case, plan))
+        if not early:
+            return None
+
+        def shorter(value: int) -> Recompute:
+            at = trace.values[value].first_read or 0
+
+            def usable(source: int) -> bool:
+                if source in replays:
+                    gap = (trace.values[source].first_read or 0) - at
+                    return gap >= 0 and (gap <= wish.reach or source in early)
+                there = moves[source].ready_by <= at if source in moves else True
+                return there and self._last_reads[source] >= at
+
+            return self._cheapest(value, usable) or replays[value]
+
+        timed = _timed(trace, {value: shorter(value) for value in replays})
+        made = assemble(case, self.draft(Away(moves, timed)))
+        return made if check(trace, case.hardware, made, case.budget).ok else None
 
     def draft(self, away: Away) -> Draft:
         """The choices, with reasons."""
@@ -159,6 +194,10 @@ class Mixer:
                 return 0 <= (trace.values[source].first_read or 0) - at <= reach
             return self._last_reads[source] >= at
 
+        return self._cheapest(value, usable)
+
+    def _cheapest(self, value: int, usable: Callable[[int], bool]) -> Recompute | None:
+        """Cheapest replay that starts from what is ``usable``."""
         for known, found in self._known.setdefault(value, []):
             if all(usable(source) is answer for source, answer in known.items()):
                 return found
@@ -169,7 +208,7 @@ class Mixer:
             answers[source] = usable(source)
             return answers[source]
 
-        replay = cheapest(trace, value, asked)
+        replay = cheapest(self._case.trace, value, asked)
         self._known[value].append((answers, replay))
         return replay
 

@@ -74,3 +74,13 @@ def test_a_step_that_just_fits_is_no_reason_to_refuse(policy: str) -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan(policy, replace(trace), MACHINE, Budget(floor - 1))
     assert caught.value.smallest_bytes == floor
+
+
+def test_of_a_step_before_the_last_backward_a_fraction_is_asked() -> None:
+    trace = random_trace(3, 60)
+    last = max(save.dropped for value in trace.values for save in value.saves)
+    ops = [replace(op, phase=Phase.OPTIMIZER) for op in trace.ops]
+    stepping = replace(trace, ops=tuple(ops))
+    found = rooms(stepping, ALLOCATOR, 10 * MIB)
+    assert set(found[:last]) == {6 * MIB}
+    assert set(found[last:]) <= {9 * MIB}

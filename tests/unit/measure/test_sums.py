@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -51,6 +52,15 @@ class Apart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Adding.apply(x.exp())  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    """A hook adds to a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        y.register_hook(lambda gradient: gradient + 2 * gradient)
+        return y.tanh()
 
 
 class Holding(nn.Module):
@@ -111,12 +121,31 @@ def test_a_sum_in_place_takes_a_tensor_less() -> None:
     assert less == [4 * SIZE * SIZE if op == at else 0 for op in range(len(less))]
 
 
-@pytest.mark.parametrize("make", [Apart, Holding])
+@pytest.mark.parametrize("make", [Apart, Noisy, Holding])
 def test_what_is_not_autograds_to_write_stays(make: Callable[[], nn.Module]) -> None:
     watched, joined = _seen(make())
     assert _sums(watched) == (1, 0)
     assert _unwatched(make()) == (1, 0)
     assert joined == watched
+
+
+def test_sums_of_which_a_graph_is_made_are_in_new_tensors() -> None:
+    watch, model = Watch(), Residual()
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    result = watch.call(model, x)
+    torch.autograd.grad(result, x, torch.ones_like(result), create_graph=True)
+    assert any(op.name == "aten.add.Tensor" for op in watch.recorder.ops)
+    assert not any(op.may_sum for op in watch.recorder.ops)
+    watch.finish()
+
+
+def test_many_readers_of_one_tensor_take_no_time() -> None:
+    watched, joined = _seen(Residual(300))
+    assert _sums(watched) == (300, 0)
+    begun = perf_counter()
+    in_place(watched, range(len(watched.ops)))
+    assert perf_counter() - begun < 1
+    assert _sums(joined) == (0, 300)
 
 
 def _kept(trace: Trace) -> Plan:

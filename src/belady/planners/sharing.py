@@ -1,0 +1,57 @@
+"""Values that a replay of another passes: made there once, and held until they are read.
+
+Backward reads the values of a block last first, and each of them is made again from where the block
+begins. Alone, each replay runs what those before it have run: of five in a row the first op runs
+five times. Where there is room, what one passes stays for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from belady.ir.plan import Recompute
+from belady.ir.replay import seconds_of
+from belady.ir.trace import Trace
+from belady.planners.spread import Bytes
+
+
+def passed(
+    trace: Trace, replays: Mapping[int, Recompute], nbytes: Mapping[int, int], slack: Bytes
+) -> frozenset[int]:
+    """Recomputed values to be held from where a replay passes them, for which there is room.
+
+    Those that save most seconds for their bytes come first.
+
+    Parameters
+    ----------
+    nbytes
+        Device bytes of each of ``replays``.
+    slack
+        Bytes left over during each op.
+    """
+    slack, found = slack.copy(), set[int]()
+    passing = _passing(trace, replays)
+    gain = {
+        value: len(boundaries) * seconds_of(trace, replays[value]) / nbytes[value]
+        for value, boundaries in passing.items()
+    }
+    for value in sorted(passing, key=lambda v: (-gain[v], v)):
+        first, last = min(passing[value]), replays[value].at
+        if (slack[first:last] >= nbytes[value]).all():
+            slack[first:last] -= nbytes[value]
+            found.add(value)
+    return frozenset(found)
+
+
+def _passing(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, list[int]]:
+    """Boundaries at which a value is made on the way to another, before its own replay."""
+    made: dict[int, list[int]] = {}
+    for value in replays:
+        made.setdefault(trace.values[value].producer, []).append(value)
+    passing: dict[int, list[int]] = {}
+    for value, replay in replays.items():
+        for op in replay.ops:
+            for other in made.get(op, ()):
+                if other != value and replay.at < replays[other].at:
+                    passing.setdefault(other, []).append(replay.at)
+    return passing
