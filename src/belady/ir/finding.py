@@ -13,6 +13,7 @@ from belady.ir.ops import FOLDED, Mode, Op, Phase
 from belady.ir.plan import Section
 from belady.ir.stretches import Stretch
 from belady.ir.trace import StorageKind, Trace
+from belady.ir.undivided import batch_dim, made_without, undivided
 
 
 def find(trace: Trace, sections: Iterable[Section]) -> list[Stretch]:
@@ -91,7 +92,7 @@ class _Search:
         totals = frozenset(
             trace.values[value].storage for value in self.born_in(self.backward) if self.sums(value)
         )
-        full = self.full_in_every_slice(given, totals)
+        full = undivided(trace, (self.forward, self.backward), given, totals)
         gradients = {
             trace.values[value].storage: value
             for op in self.backward
@@ -259,36 +260,14 @@ class _Search:
             )
         }
 
-    def full_in_every_slice(self, given: int, totals: frozenset[int]) -> frozenset[int]:
-        """What does not depend on the input, and what gradients of parameters are made of."""
-        trace, whole = self.trace, set(totals)
-        for at in reversed(self.backward):
-            op = trace.ops[at]
-            if "_to_copy" in op.name and whole.intersection(
-                trace.values[value].storage for value in op.writes
-            ):
-                whole.update(trace.values[value].storage for value in op.reads)
-        return frozenset(self._made_without(given) | whole)
-
-    def _made_without(self, given: int) -> set[int]:
-        """What forward makes of parameters alone, such as the weights that autocast casts."""
-        trace, dependent, found = self.trace, {given}, set[int]()
-        for at in self.forward:
-            op = trace.ops[at]
-            if dependent.intersection(op.reads):
-                dependent.update(op.writes)
-            else:
-                found.update(trace.values[value].storage for value in op.writes)
-        return found
-
     def samples(self, given: int) -> int:
         trace, own = self.trace, set(self.forward)
         born = {trace.values[value].storage for value in (given, *self.born_in(self.forward))}
         # Without bytes is what a batch norm of stated statistics saves.
         moving = {i for i, it in enumerate(trace.storages) if it.nbytes and not it.persistent}
-        found = born & moving - self._made_without(given)
+        found = born & moving - made_without(trace, self.forward, given)
         sizes = {
-            save.shape[0]
+            save.shape[batch_dim(trace.ops[save.op], save)]
             for value in trace.values
             if value.storage in found
             for save in value.saves

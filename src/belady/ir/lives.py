@@ -9,6 +9,7 @@ from belady.errors import PlanMismatchError
 from belady.ir.slicing import WHOLE, Draft, Rewriting
 from belady.ir.stretches import Stretch
 from belady.ir.trace import Save, Storage, Trace, Value
+from belady.ir.undivided import batch_dim
 
 
 class Lives:
@@ -137,23 +138,25 @@ class Lives:
         value = self.old.values[index]
         if self.old.storages[value.storage].persistent or value.storage in stretch.full:
             return save
-        if not save.shape or save.shape[0] % stretch.samples:
+        dim = batch_dim(self.writing.ops[save.op], save)
+        if not save.shape or save.shape[dim] % stretch.samples:
             raise PlanMismatchError(
                 f"section {stretch.name!r} cannot be applied: "
                 f"{self.writing.ops[save.op].name} saves a tensor of shape {save.shape}, "
-                "whose first dimension is not the batch"
+                "of which no dimension is known to be the batch"
             )
-        rows = save.shape[0] // stretch.samples
-        start = stretch.start(part) * rows * save.stride[0]
-        offset = save.offset
+        rows = save.shape[dim] // stretch.samples
+        start = stretch.start(part) * rows * save.stride[dim]
+        cut = _narrowed(save, dim, rows * stretch.samples, rows * stretch.size(part))
         if index == stretch.given:
-            # A copy begins at its own start; a view does not.
-            offset = 0 if stretch.passed_on >= 0 else offset + start
-        elif value.storage in stretch.drawn:
-            offset += start
+            if stretch.passed_on < 0:
+                # A view of what is there for all.
+                return replace(save, shape=cut.shape, offset=save.offset + start)
+            return replace(cut, offset=0)
+        if value.storage in stretch.drawn:
             # Drawn before, whatever drew it without sections.
-            save = replace(save, as_input=True)
-        return replace(save, shape=(stretch.size(part) * rows, *save.shape[1:]), offset=offset)
+            return replace(cut, as_input=True, offset=save.offset + start)
+        return cut
 
     # -- storages ----------------------------------------------------------------------------
 
@@ -190,3 +193,17 @@ class Lives:
 
     def _last_drop(self, draft: Draft) -> int:
         return self.old.last_drops.get(draft.origin, 0)
+
+
+def _narrowed(save: Save, dim: int, rows: int, left: int) -> Save:
+    """A save of fewer rows, in a storage that has no more than these."""
+    own = save.stride[dim]
+
+    def moved(distance: int) -> int:
+        """The same distance where what lies between has fewer rows."""
+        whole, rest = divmod(distance, own * rows) if own else (0, distance)
+        return whole * own * left + rest
+
+    shape, stride = list(save.shape), tuple(map(moved, save.stride))
+    shape[dim] = left
+    return replace(save, shape=tuple(shape), stride=stride, offset=moved(save.offset))

@@ -7,7 +7,8 @@ from enum import StrEnum
 
 # In `Op.batch_dims`: the batch is in the first dimension, and so is something else.
 FOLDED = -1
-# It grows with the batch, but no one dimension does by a row a sample.
+# It grows with the batch, but no dimension has a row a sample, in their order, that the op leaves
+# apart.
 SPREAD = -2
 
 
@@ -69,9 +70,10 @@ class Op:
     reads, writes
         Ids of values.
     batch_dims
-        For each tensor operand, the dimension that carries the batch; `FOLDED` where this is the
+        For each of ``reads`` the dimension that carries the batch; `FOLDED` where this is the
         first, with several rows a sample (tokens), `SPREAD` where more is in it than one dimension
-        shows; None where nothing of the batch is in it.
+        shows; None where nothing of the batch is in it. Where a value is read in several ways, for
+        each operand. Empty where it is not known.
     forward_op
         For a backward op, the index of the forward op that it differentiates.
     algorithms

@@ -9,58 +9,65 @@ from belady.ir.ops import FOLDED, SPREAD, Op, Phase
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
 
-# Whatever their arguments, these keep samples apart as long as each operand that depends on the
-# batch carries it in its first dimension. Ops that may mix samples and keep the shape (a softmax
-# over the batch, a roll) are not among them. They treat every row of the first dimension by itself,
-# or leave the rows in their order, so a sample may have several.
-_ROW_BY_ROW = frozenset(
-    name
-    for names in (
-        "convolution cudnn_convolution mkldnn_convolution slow_conv2d_forward",
-        "addmm mm linear bmm baddbmm embedding native_layer_norm native_group_norm",
-        "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d",
-        "adaptive_max_pool2d adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d",
-        "upsample_nearest1d upsample_nearest2d upsample_bilinear2d pixel_shuffle pixel_unshuffle",
-        "relu relu_ threshold threshold_ hardtanh hardtanh_ leaky_relu leaky_relu_ elu elu_ celu",
-        "celu_ selu selu_ gelu gelu_ silu silu_ mish mish_ softplus hardswish hardswish_",
-        "hardsigmoid hardsigmoid_ sigmoid sigmoid_ log_sigmoid_forward tanh tanh_ _prelu_kernel",
-        "clamp clamp_ clamp_min clamp_max exp exp_ log log_ sqrt sqrt_ rsqrt sin cos erf abs neg",
-        "sign square reciprocal pow pow_ add add_ sub sub_ rsub mul mul_ div div_ addcmul addcmul_",
-        "addcdiv maximum minimum where lerp gt lt ge le eq ne logical_not logical_and bitwise_not",
-        "masked_fill masked_fill_ clone copy_ contiguous _to_copy detach alias empty_like",
-        "zeros_like ones_like full_like view _unsafe_view reshape",
-    )
-    for name in names.split()
+
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(name for line in lines for name in line.split())
+
+
+# These move no bytes, and where the samples are afterwards is known of each operand.
+_VIEWS = _names(
+    "view _unsafe_view reshape _reshape_alias alias detach t transpose permute unsqueeze squeeze",
+    "expand select slice narrow split split_with_sizes chunk unbind diagonal view_as_real",
+    "view_as_complex",
+)
+# Element by element, wherever the batch is, as long as it is in the same place in all operands.
+_ELEMENTWISE = _names(
+    "relu relu_ threshold threshold_ hardtanh hardtanh_ leaky_relu leaky_relu_ elu elu_ celu",
+    "celu_ selu selu_ gelu gelu_ silu silu_ mish mish_ softplus hardswish hardswish_",
+    "hardsigmoid hardsigmoid_ sigmoid sigmoid_ log_sigmoid_forward tanh tanh_ _prelu_kernel",
+    "clamp clamp_ clamp_min clamp_max exp exp_ log log_ sqrt sqrt_ rsqrt sin cos erf abs neg",
+    "sign square reciprocal pow pow_ add add_ sub sub_ rsub mul mul_ div div_ addcmul addcmul_",
+    "addcdiv maximum minimum where lerp gt lt ge le eq ne logical_not logical_and bitwise_not",
+    "masked_fill masked_fill_ clone copy_ contiguous _to_copy empty_like zeros_like ones_like",
+    "full_like",
+)
+# Along one dimension, which is not the batch's where it is named.
+_ALONG = _names("_softmax _log_softmax _safe_softmax")
+# Whatever their arguments, these treat every row of the first dimension by itself, or leave the
+# rows in their order, so a sample may have several.
+_ROW_BY_ROW = _names(
+    "convolution cudnn_convolution mkldnn_convolution slow_conv2d_forward",
+    "addmm mm linear bmm baddbmm embedding native_layer_norm native_group_norm",
+    "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d",
+    "adaptive_max_pool2d adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d",
+    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d pixel_shuffle pixel_unshuffle",
 )
 # What a dropout draws, row by row and for all slices at once. Whether it is one's, a trace does not
 # say: whoever asks knows the modules.
-_DRAWS = frozenset({"bernoulli_", "native_dropout"})
+_DRAWS = _names("bernoulli_ native_dropout")
 # These may take away, join or part rows, or give them another place. With one row a sample the
 # result shows it: a batch that was summed over or parted is not there any more in the next op.
-_APART = (
-    _ROW_BY_ROW
-    | _DRAWS
-    | frozenset(
-        name
-        for names in (
-            "constant_pad_nd reflection_pad2d replication_pad2d im2col col2im",
-            "flatten t transpose permute",
-            "unsqueeze squeeze expand cat stack split split_with_sizes chunk unbind",
-            "sum mean amax amin max min var var_mean std norm linalg_vector_norm",
-        )
-        for name in names.split()
-    )
+_MOVING = _names(
+    "cat stack flatten sum mean amax amin max min var var_mean std norm linalg_vector_norm",
 )
-# Of an operand without a dimension that is the batch's.
-_UNNAMED = frozenset({None, SPREAD})
+# Of the first dimension sample by sample, but not row by row.
+_FIRST = _names(
+    "constant_pad_nd reflection_pad2d replication_pad2d im2col col2im",
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_ANYWHERE = _ELEMENTWISE | _ALONG | _MOVING
+_FOLDED = _ELEMENTWISE | _ALONG | _ROW_BY_ROW | _DRAWS
+_NORMS = _names(
+    "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _batch_norm_with_update"
+)
+_APART = _ANYWHERE | _ROW_BY_ROW | _DRAWS | _FIRST | _NORMS
 _GIVEN_BACK = "gives each sample back what backward has summed up over all"
-_NORMS = frozenset(
-    {
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "_native_batch_norm_legit",
-        "_batch_norm_with_update",
-    }
+_NOT_FIRST = "does not have the batch in the first dimension of what it reads"
+_ACROSS = (
+    "acts across samples, is given a number that comes from how many there are, or does not have "
+    "them in their order along one dimension of what it reads"
 )
 
 
@@ -85,28 +92,58 @@ def mixing(trace: Trace, section: Section) -> tuple[str, ...]:
 
 
 def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
+    if not ops:
+        return
     # Values that carry samples: all that comes from before and does not persist, and what it makes.
-    carrying = {
+    given = {
         value
         for at in ops
         for value in trace.ops[at].reads
         if trace.values[value].producer < ops[0]
         and not trace.storages[trace.values[value].storage].persistent
     }
-    # Of these, what may have its rows in another order than that of the samples.
-    astray: set[int] = set()
+    carrying = set(given)
     for at in ops:
         op = trace.ops[at]
         samples = [value in carrying for value in op.reads]
-        if any(samples):
+        dependent = any(samples) or any(dim is not None for dim in op.batch_dims)
+        if dependent:
             carrying.update(op.writes)
-            if _name(op) not in _ROW_BY_ROW | _DRAWS:
-                astray.update(op.writes)
-        reason = _reason(op, any(samples), samples)
-        if not reason and FOLDED in op.batch_dims and astray.intersection(op.reads):
-            reason = "has several rows a sample, which may not be in the order of the samples"
+        reason = _reason(op, dependent, samples)
+        if not reason and not _cut_first(op, given):
+            reason = f"is the first to read what goes in, and {_NOT_FIRST}"
+        given.difference_update(op.reads)
         if reason:
             yield at, reason
+    made = {
+        value
+        for at in ops
+        for value in carrying.intersection(trace.ops[at].writes)
+        if not trace.storages[trace.values[value].storage].persistent
+    }
+    yield from _put_together(trace, ops, made)
+
+
+def _put_together(trace: Trace, ops: tuple[int, ...], made: set[int]) -> Iterator[tuple[int, str]]:
+    """The first op after the section that reads what it ``made``, if that is not in order."""
+    for at in range(ops[-1] + 1, len(trace.ops)):
+        op = trace.ops[at]
+        if op.phase is Phase.BACKWARD:
+            return
+        if made.intersection(op.reads):
+            if not _cut_first(op, made):
+                yield at, f"reads what comes out, and {_NOT_FIRST}"
+            return
+
+
+def _cut_first(op: Op, values: set[int]) -> bool:
+    """Whether an op has the batch in the first dimension of those of ``values`` that it reads."""
+    if values.isdisjoint(op.reads):
+        return True
+    if len(op.batch_dims) != len(op.reads):
+        return set(op.batch_dims) == {0}
+    pairs = zip(op.reads, op.batch_dims, strict=True)
+    return all(dim == 0 for value, dim in pairs if value in values)
 
 
 def _given_back(trace: Trace, forward: tuple[int, ...]) -> Iterator[int]:
@@ -148,20 +185,31 @@ def _reason(op: Op, dependent: bool, samples: list[bool]) -> str:
         return "communicates"
     if not dependent:
         return ""
-    if name not in _APART | _NORMS:
+    view = name in _VIEWS and not op.writes
+    if name not in _APART and not view:
         return "is not known to act on each sample by itself"
     if not op.batch_dims:
         return "has operands whose batch dimension is not known"
-    dims = set(op.batch_dims) - _UNNAMED
+    reason = "" if view else _misplaced(name, set(op.batch_dims) - {None})
+    return reason or _whole(op, samples)
+
+
+def _misplaced(name: str, dims: set[int | None]) -> str:
+    if SPREAD in dims:
+        return _ACROSS
     if dims == {FOLDED}:
-        if name not in _ROW_BY_ROW | _DRAWS:
+        if name not in _FOLDED:
             return "is not known to act on each row by itself, and a sample has several"
-    elif dims != {0}:
-        return "does not have the batch in the first dimension of what it reads"
-    # One dimension for each operand, in order; a value read twice stands once among the reads.
-    known = zip(samples, op.batch_dims, strict=False)
+    elif len(dims) > 1 or (dims - {0} and name not in _ANYWHERE):
+        return _NOT_FIRST
+    return ""
+
+
+def _whole(op: Op, samples: list[bool]) -> str:
     if len(op.batch_dims) != len(samples):
-        whole = not _UNNAMED.isdisjoint(op.batch_dims)
+        # A value that is read in several ways stands once among the reads.
+        whole = None in op.batch_dims
     else:
-        whole = any(carries and dim in _UNNAMED for carries, dim in known)
+        known = zip(samples, op.batch_dims, strict=True)
+        whole = any(carries and dim is None for carries, dim in known)
     return "reads what comes from all samples, or has no dimension of the batch" if whole else ""

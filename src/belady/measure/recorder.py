@@ -56,8 +56,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ----------
     algorithms
         Tries convolutions with less workspace, or None.
-    shapes
-        Of the tensor operands of every op.
     owners
         Tensors that were adopted, by storage.
     call
@@ -87,7 +85,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call: RootCall | None = None
         self.paused = 0
         self.contents: dict[int, int] = {}
-        self.shapes: list[tuple[tuple[int, ...], ...]] = []
         self.owners: dict[int, weakref.ref[torch.Tensor]] = {}
         self._present: dict[int, int] = {}  # value by address of its bytes
         self._anchored: list[Any] = []
@@ -218,7 +215,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             may_sum=backward and not replay and may_sum(name),
         )
         operands = list(tensors_in((*args, *kwargs.values())))
-        self.shapes.append(tuple(map(shape_of, operands)))
         reads = []
         for position, tensor in enumerate(operands):
             value = self._value_of(tensor)

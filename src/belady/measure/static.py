@@ -41,7 +41,9 @@ def static_trace(module: torch.nn.Module, call: tuple[Any, Any], device: torch.d
     TraceError
         If the call cannot be faked (data-dependent code, an op without a fake); the cause says why.
     """
-    return static_document(module, record(module, call, device))
+    recorder = Recorder(device, NoClock())
+    record(module, call, recorder)
+    return static_document(module, recorder)
 
 
 def static_document(module: torch.nn.Module, recorder: Recorder) -> Trace:
@@ -69,13 +71,15 @@ def with_state(trace: Trace, copies: int) -> Trace:
 def record(
     module: torch.nn.Module,
     call: tuple[Any, Any],
-    device: torch.device,
+    recorder: Recorder,
     more_samples: int = 0,
-) -> Recorder:
+) -> None:
     """Record what `static_trace` assembles.
 
     Parameters
     ----------
+    recorder
+        A new one.
     more_samples
         By how much to enlarge the first dimension of every tensor in the call.
 
@@ -84,9 +88,12 @@ def record(
     TraceError
         See `static_trace`.
     """
-    recorder = Recorder(device, NoClock())
     try:
-        with _quiet(), untouched(module, call, device) as containers, FakeTensorMode() as fake:
+        with (
+            _quiet(),
+            untouched(module, call, recorder.device) as containers,
+            FakeTensorMode() as fake,
+        ):
             # In place of the real ones until backward is over, which may call modules again.
             replace_tensors(containers, lambda tensor: _faked_if_possible(tensor, fake))
             parameters = list(module.parameters())
@@ -106,7 +113,6 @@ def record(
         raise TraceError(
             f"{type(module).__name__} cannot be traced without running it: {error}"
         ) from error
-    return recorder
 
 
 def library_bytes(device: torch.device) -> int:

@@ -36,7 +36,6 @@ def test_ops_read_and_write_values() -> None:
     assert [value.producer for value in it.values] == [-1, -1, 0, 1]
     assert [use.op for use in it.values[0].uses] == [0, 1]
     assert [storage.nbytes for storage in it.storages] == [12] * 4
-    assert it.shapes == [((3,), (3,)), ((3,), (3,))]
     assert d.sum() == 6
 
 

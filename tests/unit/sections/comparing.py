@@ -46,7 +46,9 @@ def twins(
 def assert_alike(expected: list[Any], actual: list[Any], dtype: torch.dtype) -> None:
     for group, other in zip(expected, actual, strict=True):
         a, b = ([group], [other]) if isinstance(group, Tensor) else (group, other)
-        scale = max((t.abs().max().item() for t in a if t is not None and t.numel()), default=0)
+        scale = max(
+            (t.double().abs().max().item() for t in a if t is not None and t.numel()), default=0
+        )
         for one, two in zip(a, b, strict=True):
             assert (one is None) == (two is None)
             if one is not None:

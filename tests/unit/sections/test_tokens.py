@@ -68,12 +68,15 @@ KEPT: list[Callable[[Tensor], Tensor]] = [
     rows(lambda x: nn.functional.layer_norm(x, (4,))),
 ]
 MIXED: list[tuple[Callable[[Tensor], Tensor], str]] = [
-    (rows(lambda x: torch.cat(x.chunk(2)[::-1])), "each row by itself"),
+    (rows(lambda x: torch.cat(x.chunk(2)[::-1])), "across samples"),
     (rows(lambda x: x - x.mean(0)), "each row by itself"),
     (rows(lambda x: x.flip(0)), "not known to act"),
-    (rows(lambda x: x.T.reshape(-1, 4)), "each row by itself"),
-    (rows(lambda x: x.view(6, -1, 4).mul(2)), "first dimension"),
-    (lambda x: x.transpose(0, 1).reshape(-1, 4).exp().view(6, -1, 4).transpose(0, 1), "first dim"),
+    (rows(lambda x: x.T.reshape(-1, 4)), "across samples"),
+    (rows(lambda x: x.view(6, -1, 4).mul(2)), "across samples"),
+    (
+        lambda x: x.transpose(0, 1).reshape(-1, 4).exp().view(6, -1, 4).transpose(0, 1),
+        "across samples",
+    ),
 ]
 
 
