@@ -13,7 +13,7 @@ from belady.ir.ops import FOLDED, Mode, Op, Phase
 from belady.ir.plan import Section
 from belady.ir.stretches import Stretch
 from belady.ir.trace import StorageKind, Trace
-from belady.ir.undivided import batch_dim, made_without, undivided
+from belady.ir.undivided import batch_dim, undivided
 
 
 def find(trace: Trace, sections: Iterable[Section]) -> list[Stretch]:
@@ -100,7 +100,7 @@ class _Search:
             if self.forward[-1] < trace.values[value].producer < self.backward[0]
         }
         passed_on = self.passed_on(totals)
-        size, larger = divmod(self.samples(given), self.section.slices)
+        size, larger = divmod(self.samples(given, full), self.section.slices)
         if size < 1:
             self.refuse("the batch has fewer samples than there are slices")
         return Stretch(
@@ -260,12 +260,12 @@ class _Search:
             )
         }
 
-    def samples(self, given: int) -> int:
+    def samples(self, given: int, full: frozenset[int]) -> int:
         trace, own = self.trace, set(self.forward)
         born = {trace.values[value].storage for value in (given, *self.born_in(self.forward))}
         # Without bytes is what a batch norm of stated statistics saves.
         moving = {i for i, it in enumerate(trace.storages) if it.nbytes and not it.persistent}
-        found = born & moving - made_without(trace, self.forward, given)
+        found = born & moving - full
         sizes = {
             save.shape[batch_dim(trace.ops[save.op], save)]
             for value in trace.values

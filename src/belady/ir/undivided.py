@@ -30,10 +30,10 @@ def undivided(trace: Trace, ops: Ops, given: int, totals: frozenset[int]) -> fro
             trace.values[value].storage for value in op.writes
         ):
             whole |= {trace.values[value].storage for value in op.reads}
-    return made_without(trace, ops[0], given) | whole
+    return _made_without(trace, ops[0], given) | whole
 
 
-def made_without(trace: Trace, forward: Sequence[int], given: int) -> frozenset[int]:
+def _made_without(trace: Trace, forward: Sequence[int], given: int) -> frozenset[int]:
     """What forward makes of parameters alone, such as the weights that autocast casts."""
     dependent, found = {given}, set[int]()
     for at in forward:

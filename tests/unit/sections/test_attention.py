@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from belady.ir.plan import Section
 from belady.ir.samples import mixing
 from belady.ir.sections import apply
-from belady.ir.trace import Trace
+from belady.ir.trace import Trace, Use, Value
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.static import static_trace
 from belady.sections.trial import trial
@@ -107,6 +107,25 @@ def test_fused_attention_may_be_cut_where_it_drops_nothing(name: str, random: bo
     reasons = mixing(trace, ATTENTION)
     assert bool(reasons) == random
     assert not random or "draws random numbers" in reasons[0]
+
+
+def test_seeds_that_a_kernel_gives_are_no_samples() -> None:
+    trace = static_trace_with_batch(Layer(OneOp()), ((sequences(),), {}), CPU)
+    at, op = op_named(trace, "_scaled_dot_product_flash_attention_for_cpu.default")
+    back, gradient = next((i, it) for i, it in enumerate(trace.ops) if it.forward_op == at)
+    seed, made = len(trace.values), trace.values[op.writes[1]]
+    (save,) = made.saves
+    saves = (replace(save, shape=(2,), stride=(1,), offset=0, ordinal=99),)
+    ops = list(trace.ops)
+    ops[at] = replace(op, writes=(*op.writes, seed))
+    reads, dims = (*gradient.reads, seed), (*(0 for _ in gradient.reads), None)
+    ops[back] = replace(gradient, reads=reads, batch_dims=dims)
+    storages = (*trace.storages, replace(trace.storages[made.storage], nbytes=16))
+    value = Value(len(storages) - 1, 0, at, (Use(back),), saves)
+    trace = replace(trace, ops=tuple(ops), storages=storages, values=(*trace.values, value))
+    assert mixing(trace, ATTENTION) == ()
+    cut = apply(trace, [ATTENTION])
+    assert [it.nbytes for it in cut.storages].count(16) == 3
 
 
 def test_dropout_in_the_op_is_refused() -> None:
