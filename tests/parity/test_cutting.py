@@ -226,7 +226,7 @@ def test_what_is_called_with_more_than_one_tensor_runs_as_it_is_called() -> None
     training = Training(SCALED)
     with belady.virtualize(training.models, int(needed("floor", task=SCALED) * 0.6)) as vm:
         training.run(plain, range(3))
-        assert "Note: mlp runs in" in vm.report()
+        assert "Note: mlp.inner runs in" in vm.report()
 
 
 @pytest.mark.parametrize("policy", ["auto", "tvdnn_greedy"])

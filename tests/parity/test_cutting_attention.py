@@ -25,6 +25,7 @@ from tests.unit.sections.attentions import (
     Rotary,
     Split,
 )
+from tests.unit.sections.test_given import Calling
 
 ITERATIONS = range(6)
 
@@ -77,8 +78,10 @@ def gradients(training: Training) -> dict[str, Tensor]:
     return {name: it.grad for name, it in training.model.named_parameters() if it.grad is not None}
 
 
-@pytest.mark.parametrize("attention", [Permuted, Rotary, Biased, OneOp])
-def test_attention_over_the_budget_trains_in_slices(attention: type[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "attention", [Permuted, Rotary, Biased, OneOp, partial(Calling, "shared")], ids=str
+)
+def test_attention_over_the_budget_trains_in_slices(attention: Callable[[], nn.Module]) -> None:
     training, expected = trained(task(attention), 0.7)
     for one, two in zip(training.losses, expected.losses, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=0.0)

@@ -15,6 +15,7 @@ from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.sections.allowed import reasons
+from belady.sections.given import Shared, separated
 from belady.sections.stages import is_sequential
 from belady.sections.trial import trial
 
@@ -39,7 +40,7 @@ class Candidate:
         self,
         module: nn.Module,
         trace: Trace,
-        inputs: dict[nn.Module, _Input],
+        inputs: _Inputs,
         device: torch.device,
     ) -> None:
         self.module = module
@@ -52,7 +53,7 @@ class Candidate:
     @classmethod
     def of(cls, module: nn.Module, call: Call, device: torch.device) -> Candidate | None:
         """Trace a call; None if only running it can tell."""
-        inputs: dict[nn.Module, _Input] = {}
+        inputs: _Inputs = {}
         try:
             with _noting_inputs(module, inputs):
                 trace = static_trace_with_batch(module, call, device)
@@ -72,25 +73,35 @@ class Candidate:
     def _reason(self, section: Section) -> str:
         """Why not; empty if it may."""
         model, name = self.module, section.modules[0] or "the model"
-        taken = self._inputs.get(model.get_submodule(section.modules[0]))
+        calls = self._inputs.get(model.get_submodule(section.modules[0]), [])
+        # As traced, and with one sample more.
+        taken, larger = calls[0] if calls else "", calls[len(calls) // 2] if calls else ""
         owner = model.get_submodule(section.modules[0].rpartition(".")[0])
         if len(section.modules) > 1 and owner not in self._inputs:
             return f"{name} and those after it are called one by one"
-        if taken is None or not taken.dtype.is_floating_point:
-            return f"{name} is not called with one tensor of floating-point numbers"
+        if isinstance(taken, str) or isinstance(larger, str):
+            return str(taken or larger) or f"{name} is not called"
+        if not taken.dtype.is_floating_point:
+            return f"{name} is not called with a tensor of floating-point numbers"
+        if larger.shape[0] != taken.shape[0] + 1:
+            return f"{name} is not called with the batch in the first dimension"
         found = reasons(model, section, self.trace)
         return found[0] if found else self._failure(section, taken)
 
     def _failure(self, section: Section, taken: _Input) -> str:
         few = replace(section, slices=min(section.slices, _TRIED))
         try:
-            trial(self.module, few, taken.sample(2 * few.slices, self._device))
+            sample = taken.sample(2 * few.slices, self._device)
+            trial(self.module, few, sample, taken.shared.mapped(self._made_up))
         except SectionError as error:
             return str(error)
         # The user's code runs on few samples and made-up numbers, as it never did before.
         except Exception as error:
             return f"it could not be tried: {type(error).__name__}: {error}"
         return ""
+
+    def _made_up(self, item: Any) -> Any:
+        return item.made_up(self._device) if isinstance(item, _Like) else item
 
 
 def chains(model: nn.Module) -> list[tuple[str, ...]]:
@@ -109,29 +120,57 @@ def chains(model: nn.Module) -> list[tuple[str, ...]]:
     return found + [(name,) for name in (*alone, "")]
 
 
-class _Input(NamedTuple):
+class _Like(NamedTuple):
     """What a tensor is like; the tensor would live on, which the trace would show."""
 
     shape: torch.Size
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, item: Any) -> Any:
+        """A tensor as what it is like, anything else as it is."""
+        return cls(item.shape, item.dtype) if isinstance(item, torch.Tensor) else item
+
+    def made_up(self, device: torch.device) -> torch.Tensor:
+        """A tensor of numbers that no generator is asked for; places and counts are 0."""
+        ramp = torch.arange(self.shape.numel(), dtype=torch.float64, device=device)
+        numbers = ramp.mul_(0.7).sin_().view(self.shape)
+        if self.dtype is torch.bool:
+            return numbers > 0
+        return numbers.to(self.dtype)
+
+
+class _Input(NamedTuple):
+    """What a module was called with."""
+
+    shape: torch.Size
+    dtype: torch.dtype
     requires_grad: bool
+    shared: Shared
 
     def sample(self, count: int, device: torch.device) -> torch.Tensor:
-        """A few samples, of numbers that no generator is asked for."""
-        shape = (min(self.shape[0], count), *self.shape[1:])
-        ramp = torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device=device)
-        numbers = ramp.mul_(0.7).sin_().view(shape).to(self.dtype)
-        return numbers.requires_grad_(self.requires_grad)
+        """A few samples."""
+        shape = torch.Size((min(self.shape[0], count), *self.shape[1:]))
+        return _Like(shape, self.dtype).made_up(device).requires_grad_(self.requires_grad)
+
+
+# Of each module its calls, or why they cannot be cut.
+_Inputs = dict[nn.Module, list[_Input | str]]
 
 
 @contextmanager
-def _noting_inputs(model: nn.Module, into: dict[nn.Module, _Input]) -> Iterator[None]:
-    """Take down what each module is called with first, if that is one tensor."""
+def _noting_inputs(model: nn.Module, into: _Inputs) -> Iterator[None]:
+    """Take down what each module is called with."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if len(args) == 1 and not kwargs else None
-        if module not in into and isinstance(given, torch.Tensor) and given.dim():
-            into[module] = _Input(given.shape, given.dtype, given.requires_grad)
+        calls = into.setdefault(module, [])
+        try:
+            given, shared = separated(type(module).__name__, args, kwargs)
+        except SectionError as error:
+            calls.append(str(error))
+        else:
+            like = shared.mapped(_Like.of)
+            calls.append(_Input(given.shape, given.dtype, given.requires_grad, like))
 
     handles = [
         module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()

@@ -65,6 +65,31 @@ def forward_ops(trace: Trace, section: Section, index: int) -> tuple[int, ...]:
     )
 
 
+def brought(trace: Trace, forward: Sequence[int]) -> set[int]:
+    """Values from before that ``forward`` reads: but parameters, and what has no samples in it."""
+    first = forward[0]
+    found = {
+        value
+        for at in forward
+        for value in trace.ops[at].reads
+        if trace.values[value].producer < first
+        and not trace.storages[trace.values[value].storage].persistent
+    }
+    return {value for value in found if _has_samples(trace, forward, value)}
+
+
+def _has_samples(trace: Trace, forward: Sequence[int], value: int) -> bool:
+    """Whether any op may read a value as part of the batch."""
+    for at in forward:
+        op = trace.ops[at]
+        if value in op.reads:
+            if len(op.batch_dims) != len(op.reads):
+                return True
+            if op.batch_dims[op.reads.index(value)] is not None:
+                return True
+    return False
+
+
 def _inside(module: str, names: Sequence[str]) -> bool:
     return any(not name or module == name or module.startswith(f"{name}.") for name in names)
 
@@ -86,8 +111,8 @@ class _Search:
         if not self.backward:
             self.refuse("nothing in it needs a gradient, so it runs whole")
         self.demand_consecutive()
-        given = self.single("what goes in", self.read_from_before())
-        self.demand_untouched(given)
+        given = self.single("what goes in", brought(trace, self.forward))
+        self.demand_untouched()
         made = self.single("what comes out", self.used_after())
         totals = frozenset(
             trace.values[value].storage for value in self.born_in(self.backward) if self.sums(value)
@@ -153,15 +178,16 @@ class _Search:
             self.refuse(f"{what} is {len(items)} tensors, not one")
         return items[0]
 
-    def demand_untouched(self, given: int) -> None:
+    def demand_untouched(self) -> None:
         """What every slice would write once more must not outlive the slices."""
-        trace = self.trace
+        trace, first = self.trace, self.forward[0]
+        before = {value.storage for value in trace.values if value.producer < first}
         for at in self.forward:
             for value in trace.ops[at].writes:
                 storage = trace.values[value].storage
                 if at not in self.norms and trace.storages[storage].persistent:
                     self.refuse(f"{trace.locate(at)} writes a buffer")
-                if storage == trace.values[given].storage:
+                if storage in before and not trace.storages[storage].persistent:
                     self.refuse(f"{trace.locate(at)} writes what goes in")
 
     def parent(self) -> str:
@@ -217,16 +243,6 @@ class _Search:
         """Whether an op is a batch norm in training mode: it keeps what it found of the batch."""
         kept = [v for v in op.writes if self.trace.storages[self.trace.values[v].storage].nbytes]
         return "batch_norm" in op.name and len(kept) > 1
-
-    def read_from_before(self) -> set[int]:
-        trace = self.trace
-        return {
-            value
-            for at in self.forward
-            for value in trace.ops[at].reads
-            if trace.values[value].producer < self.forward[0]
-            and not trace.storages[trace.values[value].storage].persistent
-        }
 
     def born_in(self, ops: Sequence[int]) -> list[int]:
         return [value for at in ops for value in self.trace.ops[at].writes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from belady.ir.finding import forward_ops
+from belady.ir.finding import brought, forward_ops
 from belady.ir.ops import FOLDED, SPREAD, Op, Phase
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
@@ -94,14 +94,8 @@ def mixing(trace: Trace, section: Section) -> tuple[str, ...]:
 def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
     if not ops:
         return
-    # Values that carry samples: all that comes from before and does not persist, and what it makes.
-    given = {
-        value
-        for at in ops
-        for value in trace.ops[at].reads
-        if trace.values[value].producer < ops[0]
-        and not trace.storages[trace.values[value].storage].persistent
-    }
+    # Values that carry samples: all that comes from before with some, and what it makes.
+    given = brought(trace, ops)
     carrying = set(given)
     for at in ops:
         op = trace.ops[at]

@@ -12,9 +12,10 @@ Ops = tuple[Sequence[int], Sequence[int]]
 
 
 def undivided(trace: Trace, ops: Ops, given: int, totals: frozenset[int]) -> frozenset[int]:
-    """Storages born in a stretch that no slice makes a share of.
+    """Storages of a stretch that no slice has a share of.
 
-    That is what has no samples in it, and what gradients of parameters are made of.
+    That is what has no samples in it, and what gradients of parameters are made of; and those from
+    before that all slices share.
 
     Parameters
     ----------
@@ -30,7 +31,13 @@ def undivided(trace: Trace, ops: Ops, given: int, totals: frozenset[int]) -> fro
             trace.values[value].storage for value in op.writes
         ):
             whole |= {trace.values[value].storage for value in op.reads}
-    return _made_without(trace, ops[0], given) | whole
+    shared = {
+        trace.values[value].storage
+        for at in ops[0]
+        for value in trace.ops[at].reads
+        if trace.values[value].producer < ops[0][0] and value != given
+    }
+    return _made_without(trace, ops[0], given) | whole | shared
 
 
 def _made_without(trace: Trace, forward: Sequence[int], given: int) -> frozenset[int]:

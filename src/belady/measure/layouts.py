@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from belady.measure.recorder import Recorder
 from belady.measure.records import RawOp, tensors_in
-from belady.memory.geometry import shape_of
+from belady.memory.geometry import shape_of, unseen
 
 # Arguments that say how large a tensor is to be: as large as the batch asks for.
 _SIZES = frozenset({"size", "stride", "N"})
@@ -35,7 +35,7 @@ class Issued(NamedTuple):
     operands, results
         Tensors, in order.
     numbers
-        All other arguments but sizes, and what tensors are known to hold.
+        All other arguments but sizes, and the numbers that were made a tensor of.
     along
         The dimension of its operands along which it acts and which it keeps, or None.
     """
@@ -96,9 +96,10 @@ def _numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
                 if name not in _SIZES:
                     # As text: NaN is not equal to itself, and 1 is to True.
                     yield repr(leaf)
-            elif isinstance(constant := getattr(leaf, "constant", None), torch.Tensor):
-                # What a number or a list was made a tensor of.
-                yield repr(constant.tolist())
+            elif func is torch.ops.aten.lift_fresh.default and type(leaf) is torch.Tensor:
+                # What numbers were made a tensor of.
+                with unseen():
+                    yield repr(leaf.tolist())
 
 
 def _along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -92,8 +93,15 @@ class SlicedCall:
                 self._step_through(passage, index, parts)
                 if self._result in parts and stage is self._stages[-1]:
                     result.put(index, parts.pop(self._result))
+        self._let_go(self._passages)
         assert result.tensor is not None
         return result.tensor
+
+    def _let_go(self, passages: list[Passage]) -> None:
+        """Steps hold what slices share: the caller may let go of it before backward."""
+        self._stages = []
+        for passage in passages:
+            passage.stage = replace(passage.stage, steps=())
 
     def _step_through(self, passage: Passage, index: int, held: Parts) -> None:
         stage = passage.stage

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from belady.errors import SectionError
 from belady.ir.plan import Section
 from belady.measure.untouched import untouched
+from belady.sections.given import Shared
 from belady.sections.stages import modules_in
 from belady.sections.standins import StandIns
 from belady.sections.wrap import Stretch, locate
@@ -34,6 +36,7 @@ _COARSE = 1e-3
 # Of each slice: enough to see what mixes them, few enough to fit where the batch does not. The last
 # slice has one, as slices of a small batch have, which some code takes for no batch.
 _SAMPLES = 2
+_ALONE = Shared()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Trial:
         return all(gap <= self.tolerance for gap in gaps)
 
 
-def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
+def trial(model: nn.Module, section: Section, given: Tensor, shared: Shared = _ALONE) -> Trial:
     """Run the first samples of ``given`` through a section, whole and in slices, and compare.
 
     Where more differs than rounding explains, they run again in float64, and that counts: many
@@ -76,6 +79,8 @@ def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
     given
         What the first module of the section was called with; two samples a slice are used, and one
         of the last.
+    shared
+        What else it was called with.
 
     Raises
     ------
@@ -90,16 +95,18 @@ def trial(model: nn.Module, section: Section, given: Tensor) -> Trial:
             f"{stretch.name}: {len(few)} samples cannot be tried in {section.slices} slices"
         )
     modules = modules_in(stretch.line(owner))
-    found = _compared(owner, stretch, few, given.requires_grad)
+    few = few.requires_grad_(given.requires_grad)
+    found = _compared(owner, stretch, few, shared)
     if found.passes:
         if found.tolerance <= _COARSE:
             return found
         # Numbers of twice to four times the size: for as few samples as show the rest.
         stretch = replace(stretch, slices=2)
-        few = _few(given, 2)
+        few = _few(given, 2).requires_grad_(given.requires_grad)
     with _in_double(modules), torch.autocast(few.device.type, enabled=False):
         # Where a network magnifies rounding, only rounding is less in double.
-        exact = _compared(owner, stretch, few.double(), given.requires_grad)
+        double = few.detach().double().requires_grad_(given.requires_grad)
+        exact = _compared(owner, stretch, double, shared.mapped(_double))
     if exact.passes:
         return exact
     raise SectionError(
@@ -112,7 +119,11 @@ def _few(given: Tensor, slices: int) -> Tensor:
     return given.detach()[: _SAMPLES * slices - 1]
 
 
-def _compared(owner: nn.Module, stretch: Stretch, few: Tensor, needs_gradient: bool) -> Trial:
+def _double(item: Any) -> Any:
+    return item.double() if isinstance(item, Tensor) and item.is_floating_point() else item
+
+
+def _compared(owner: nn.Module, stretch: Stretch, few: Tensor, shared: Shared) -> Trial:
     modules = modules_in(stretch.line(owner))
     parameters = [
         parameter
@@ -123,15 +134,15 @@ def _compared(owner: nn.Module, stretch: Stretch, few: Tensor, needs_gradient: b
 
     def once(run: Callable[[Tensor], Tensor]) -> list[list[Tensor | None]]:
         with _restored(stretch.name, modules, few), torch.enable_grad():
-            x = few.clone().requires_grad_(needs_gradient)
+            x = few.detach().clone().requires_grad_(few.requires_grad)
             result = run(x)
             wanted = [*([x] if x.requires_grad else []), *dict.fromkeys(parameters)]
             gradients = torch.autograd.grad([result], wanted, [_seed(result)], allow_unused=True)
             buffers = [buffer.clone() for buffer in _buffers(modules)]
             return [[result.detach()], list(gradients), [*buffers]]
 
-    whole = once(lambda x: _tensor(stretch.unsectioned(owner, x)))
-    cut = once(lambda x: _tensor(stretch(owner, x)))
+    whole = once(lambda x: _tensor(shared.call(partial(stretch.unsectioned, owner), x)))
+    cut = once(lambda x: _tensor(shared.call(partial(stretch, owner), x)))
     outputs, gradients, buffers = map(_difference, whole, cut)
     return Trial(outputs, gradients, buffers, _tolerance(whole, few))
 

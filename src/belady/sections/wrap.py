@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from belady.errors import SectionError
 from belady.forwards import Forward, is_patched, plain_forward
 from belady.ir.plan import Section
 from belady.sections.call import SlicedCall
 from belady.sections.dropout import Drawing
+from belady.sections.given import separated
 from belady.sections.slices import bounds
 from belady.sections.stages import (
     Line,
@@ -114,19 +115,20 @@ class Stretch:
         return [child for child in children if child is not None]
 
     def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run on one tensor."""
+        """Run on one tensor, and what all slices share."""
         if not torch.is_grad_enabled():
             return self.unsectioned(owner, *args, **kwargs)
         line = self.line(owner)
         modules = modules_in(line)
         parameters = _trainable(modules)
-        whole = self._only_tensor(args, kwargs)
+        whole, shared = separated(self.name, args, kwargs)
         # The last batch of an epoch is smaller, but whole it can need more than a slice of others.
         slices = min(self.slices, whole.shape[0])
         if slices < 2 or not (whole.requires_grad or parameters):
-            return self.unsectioned(owner, *args)
+            return self.unsectioned(owner, *args, **kwargs)
         refuse_unfit(self.name, line)
-        del args
+        line = shared.onto(self.name, line)
+        del args, kwargs
         cut = bounds(whole.shape[0], slices)
         drawing = Drawing(self.name, cut)
         with self.stand_ins.standing(modules, drawing.forwards(modules)) as aliases:
@@ -140,14 +142,6 @@ class Stretch:
         for module in self._modules(owner):
             tensor = module(tensor)
         return tensor
-
-    def _only_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim():
-            return args[0]
-        raise SectionError(
-            f"{self.name} cannot run in slices: it was called with something else than one tensor "
-            "with a batch dimension"
-        )
 
 
 class _Forward(Forward):

@@ -178,6 +178,7 @@ ACROSS: dict[str, Callable[[Tensor], Any]] = {
     "norm over all": lambda x: F.layer_norm(x, x.shape),
     "a number of the batch": lambda x: x / len(x),
     "a tensor of that number": lambda x: x * torch.full((len(x), 1, 1), 1.0 / len(x)),
+    "a list of that number": lambda x: x * torch.tensor([1.0 / len(x)] * 8),
     "a count of the batch": lambda x: x * torch.ones(len(x)).sum(),
     "places in the batch": lambda x: x + torch.arange(len(x))[:, None, None],
     "a table of samples": lambda x: F.embedding(x[:, 0, 0].long(), x.flatten(1)).view(x.shape),
@@ -200,6 +201,7 @@ APART: dict[str, Callable[[Tensor], Any]] = {
     "written": lambda x: _written(x, lambda y: y.view(-1, 4, 8)),
     "bits": lambda x: x.detach().view(torch.int32).view(x.dtype) * x,
     "a trained token": lambda x: torch.cat([torch.ones(1, 1, 8).expand(len(x), -1, -1), x], 1),
+    "a list of numbers": lambda x: x * torch.tensor([1.0, 2.0] * 4),
     "a number of the tokens": lambda x: x / x.shape[1] + torch.arange(4)[:, None],
 }
 
