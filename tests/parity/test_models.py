@@ -36,6 +36,17 @@ def step_of(task: Task) -> Step:
 
 
 @functools.cache
+def half_lstm() -> bool:
+    """Whether an LSTM can run in bfloat16: oneDNN has none for processors without AVX-512."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(8, 8)(torch.zeros(1, 1, 8))
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
 def expected(task: Task, step: Step, device: str) -> dict[str, Tensor]:
     return Training(task, device).run(step, ITERATIONS).outcome()
 
@@ -88,6 +99,8 @@ HABITS: tuple[Step, ...] = (
 @pytest.mark.parametrize("step", HABITS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("task", [CNN, GPT, LSTM, REPLAYED], ids=str)
 def test_habit_of_training_changes_no_bit(task: Task, step: Step, device: str) -> None:
+    if task is LSTM and step is steps.autocast and device == "cpu" and not half_lstm():
+        pytest.skip("plain PyTorch has no LSTM in bfloat16 for this processor")
     train_at_the_floor(task, step, device)
 
 
