@@ -45,6 +45,11 @@ class Row:
         return self.records[0]
 
     @property
+    def failed(self) -> tuple[Record, ...]:
+        """The first round that came to nothing, if one did."""
+        return tuple(it for it in self.records if it["outcome"] != "ok")[:1]
+
+    @property
     def ours(self) -> bool:
         return str(self.first["method"]).startswith(OWN)
 
@@ -114,7 +119,9 @@ def _title(record: Record) -> str:
     sizes = "".join(f", {name} {value}" for name, value in record.get("sizes", {}).items())
     layout = ", channels_last" if record.get("channels_last") else ""
     toy = ", toy size" if record.get("toy") else ""
-    return f"{record['workload']}{sizes}, {record.get('precision')}{layout}{toy}"
+    chosen = "" if record.get("cudnn_benchmark", True) else ", cuDNN untimed"
+    seed = f", seed {record['seed']}" if record.get("seed") else ""
+    return f"{record['workload']}{sizes}, {record.get('precision')}{layout}{toy}{chosen}{seed}"
 
 
 def table(found: Iterable[Record]) -> str:
@@ -128,7 +135,7 @@ def table(found: Iterable[Record]) -> str:
     ours = [row for row in measured if row.ours]
     failed = [row for row in rows if not _ok(row)]
     lines = [_line(row, ours, failed) for row in measured]
-    lines += [_failed(row.first) for row in failed]
+    lines += [_failed(record) for row in failed for record in row.failed]
     return _HEAD + "".join(lines)
 
 

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="POLICY, or with its engine, as in belady-inductor:POLICY; auto unless given",
     )
     parser.add_argument("--peer", action="append", choices=PEER_NAMES, help="all unless given")
-    parser.add_argument("--ladder", type=int, nargs="+", default=LADDER, metavar="PERCENT")
+    parser.add_argument(
+        "--ladder", type=options.count, nargs="+", default=LADDER, metavar="PERCENT"
+    )
     parser.add_argument("--equal-steps", type=int, default=6, help="then results are compared")
     add_how(parser)
 

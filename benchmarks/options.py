@@ -16,6 +16,13 @@ from benchmarks.suites import PEER_NAMES
 _BUDGETS = "none, 4GiB, 50%, own, smallest or 50%:PEER"
 
 
+def count(text: str) -> int:
+    """How many, at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def workload(name: str) -> str:
     """A workload that there is."""
     from benchmarks.workloads import WORKLOADS

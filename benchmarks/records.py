@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from belady.ir import files
 from benchmarks.cases import Record, from_json, key_of
 from benchmarks.errors import GivenError
 
@@ -66,14 +68,14 @@ def append(path: Path, record: Record) -> None:
         if _parsed(text[whole:]) is not None:
             begun = b"\n"
         elif text[whole:]:
-            path.write_bytes(text[:whole])
+            os.truncate(path, whole)
     with path.open("ab") as file:
         file.write(begun + f"{json.dumps(record)}\n".encode())
 
 
 def write(path: Path, found: Iterable[Record]) -> None:
     """Write all records down, in place of what was there."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in found), "utf-8")
+    files.write("".join(json.dumps(record) + "\n" for record in found).encode(), path)
 
 
 def merge(paths: Iterable[Path]) -> list[Record]:

@@ -76,8 +76,10 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     """Options that say how, not what."""
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda unless --toy")
     parser.add_argument("--toy", action="store_true", help="networks small enough for a CPU")
-    parser.add_argument("--repeats", type=int, default=10, help="iterations that are timed")
-    parser.add_argument("--rounds", type=int, default=2, help="of all cases, interleaved")
+    parser.add_argument(
+        "--repeats", type=options.count, default=10, help="iterations that are timed"
+    )
+    parser.add_argument("--rounds", type=options.count, default=2, help="of all cases, interleaved")
     parser.add_argument(
         "--share-process", action="store_true", help="of neighbours of one workload"
     )

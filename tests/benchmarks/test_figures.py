@@ -127,6 +127,24 @@ def test_what_two_machines_measured_is_in_two_tables() -> None:
     }
 
 
+def test_other_settings_of_cudnn_and_other_seeds_are_not_rounds_of_one_case() -> None:
+    usual = record("plain", 5, 0.1)
+    untimed = {**usual, "cudnn_benchmark": False}
+    seeded = {**usual, "seed": 7}
+    assert dict(compared([usual, untimed, seeded])) == {
+        "resnet50, bf16": [usual],
+        "resnet50, bf16, cuDNN untimed": [untimed],
+        "resnet50, bf16, seed 7": [seeded],
+    }
+
+
+def test_of_rounds_that_ended_otherwise_the_failure_is_told() -> None:
+    failed = record("belady:auto", 4, 0.0, outcome="out of memory", error="no room")
+    told = table([record("belady:auto", 4, 0.1), failed])
+    assert "out of memory: no room" in told
+    assert "| ok" not in told
+
+
 def _verdicts(found: list[dict[str, Any]]) -> list[str]:
     rows = [line.split(" | ") for line in table(found).splitlines()[2:]]
     told = {row[0].removeprefix("| "): row[-1].removesuffix(" |") for row in rows}

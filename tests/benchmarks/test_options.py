@@ -38,6 +38,8 @@ from tests.benchmarks.ended import status_of
         ("--size batch=few", "'batch=few' is no NAME=NUMBER"),
         ("--size batch=0", "'batch=0' is no NAME=NUMBER"),
         ("--size bach=3", "resnet50 has no size 'bach': one of batch, depth"),
+        ("--repeats 0", "'0' is no number from 1 on"),
+        ("--rounds -1", "'-1' is no number from 1 on"),
         ("--toy --size batch=3", "networks at toy size have one size"),
         ("--suite toy --size batch=3", "networks at toy size have one size"),
         ("--suite fits --workload vit", "no suite that was named has such a case"),
@@ -59,7 +61,9 @@ def test_what_cannot_be_is_refused_with_what_there_is(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--workload vgg18", "--policy atuo", "--size batch"])
+@pytest.mark.parametrize(
+    "option", ["--workload vgg18", "--policy atuo", "--size batch", "--ladder 0"]
+)
 def test_a_frontier_refuses_the_same(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
