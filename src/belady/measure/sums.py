@@ -15,7 +15,7 @@ from types import FrameType
 
 from torch.autograd import graph
 
-from belady.ir.trace import Storage, StorageKind, Trace, Value
+from belady.ir.trace import StorageKind, Trace, Value
 
 _ADD = "aten.add.Tensor"
 _IN_PLACE = "aten.add_.Tensor"
@@ -60,7 +60,7 @@ class _Joining:
         self._trace = trace
         self._ops = list(trace.ops)
         self._values = list(trace.values)
-        self._storages: dict[int, Storage] = dict(enumerate(trace.storages))
+        self._storages = list(trace.storages)
         self._of: dict[int, list[int]] = {}
         self._newest: dict[int, int] = {}
         self._saved: set[int] = set()
@@ -97,7 +97,9 @@ class _Joining:
             self._values[index] = replace(value, storage=into, version=newest + value.version)
             self._of[into].append(index)
         self._newest[into] = newest + self._newest.pop(gone)
-        after = self._storages.pop(gone)
+        # It stays without bytes: others know storages by their number.
+        after, end = self._storages[gone], at + 1
+        self._storages[gone] = replace(after, nbytes=0, released=end, death=end)
         self._storages[into] = replace(
             self._storages[into], released=after.released, death=after.death
         )
@@ -105,12 +107,11 @@ class _Joining:
 
     def trace(self) -> Trace:
         """The trace as it is now."""
-        number = {storage: index for index, storage in enumerate(self._storages)}
         return replace(
             self._trace,
             ops=tuple(self._ops),
-            storages=tuple(self._storages.values()),
-            values=tuple(replace(it, storage=number[it.storage]) for it in self._values),
+            storages=tuple(self._storages),
+            values=tuple(self._values),
         )
 
     def _node_of(self, value: Value) -> int | None:
