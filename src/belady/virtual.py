@@ -16,7 +16,6 @@ from belady.eager.limits import Limits, open_machine, out_of_memory
 from belady.eager.ordering import ALWAYS
 from belady.eager.tracker import Tracker
 from belady.errors import ReplayError
-from belady.interrupts import KeptInterrupts
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.ir.trace import Tier
@@ -131,7 +130,6 @@ class VirtualMemory:
         self._untold: tuple[Stage, Sample] | None = None
         # What outlives this object unless it is undone: also when it is dropped without `close`.
         self._undo = ExitStack()
-        self._undo.callback(KeptInterrupts().close)
         self._finalizer = weakref.finalize(self, self._undo.close)
         try:
             for model in models:

@@ -102,38 +102,3 @@ def test_same_output_and_code_as_python(
     assert f"iteration {first} (verified)" in managed.stderr
     assert first + 1 == second < run.measured.recorded <= 7
     assert max(span.end_s for span in run.measured.spans) <= run.measured.recorded_seconds * 1.05
-
-
-INTERRUPTED = """
-import signal
-from torch.multiprocessing.reductions import StorageWeakRef
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-plain, left = StorageWeakRef.__del__, [1, 2, 3]
-
-def ends(reference):
-    plain(reference)
-    if left:
-        left.pop()
-        signal.raise_signal(signal.SIGINT)
-
-StorageWeakRef.__del__ = ends
-"""
-
-
-def test_an_interrupt_among_the_destructors_of_saved_values_ends_the_script(
-    path: Path, tmp_path: Path
-) -> None:
-    head, body = TRAIN.split("for _ in range(7):")
-    script = tmp_path / "train.py"
-    script.write_text(f"{head}{INTERRUPTED}for _ in range(7):{body}")
-    done = subprocess.run(
-        [sys.executable, "-m", "belady", "run", "--budget", str(SMALL), str(script)],
-        env={**child(), "XDG_CACHE_HOME": str(path.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 130, done.stderr
-    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
-    assert "Exception ignored" not in done.stderr

@@ -16,7 +16,7 @@ PACKAGE = SRC / "belady"
 
 # Lowest first. A part may import those on lines above its own, not its neighbours on the line.
 LAYERS = [
-    "errors interrupts _version",
+    "errors _version",
     "units",
     "ir",
     "simulate",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -334,7 +333,6 @@ def footprint(modules: Iterable[nn.Module]) -> dict[str, Any]:
         "function modes": len(_get_current_function_mode_stack()),
         "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "backward on its own threads": torch.autograd.is_multithreading_enabled(),
-        "hook of ignored exceptions": sys.unraisablehook,
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "files": sorted(_open_files()),
     }

@@ -28,6 +28,8 @@ _RESERVES = (0.0, 2.0, 6.0)
 _REACHES = (0.0, 8.0, 32.0, 128.0, inf)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
 _FEWEST, _MOST, _OPS = 8, 200, 150_000
+# Of fewer tries none are left for going the same way once more.
+_FEW = 40
 # How fast a mix whose blocks do not fit counts as slower, the more they lack: one to begin the next
 # from, which may lead to some that fit, and one to keep.
 _MILD, _STEEP = 1, 4
@@ -98,7 +100,7 @@ class _Search:
         """The plan of the lowest price found."""
         tries = self._left
         at = self._descended()
-        if self._gained:
+        if self._gained and tries >= _FEW:
             # It makes mixes worth their replays that are not without; the way to others is lost.
             self._led, self._left = True, tries
             self._prices.clear()

@@ -30,28 +30,28 @@ def passed(
         Bytes left over during each op.
     """
     slack, found = slack.copy(), set[int]()
-    passing = _passing(trace, replays)
+    ways = passing(trace, replays)
     gain = {
         value: len(boundaries) * seconds_of(trace, replays[value]) / nbytes[value]
-        for value, boundaries in passing.items()
+        for value, boundaries in ways.items()
     }
-    for value in sorted(passing, key=lambda v: (-gain[v], v)):
-        first, last = min(passing[value]), replays[value].at
+    for value in sorted(ways, key=lambda v: (-gain[v], v)):
+        first, last = min(ways[value]), replays[value].at
         if (slack[first:last] >= nbytes[value]).all():
             slack[first:last] -= nbytes[value]
             found.add(value)
     return frozenset(found)
 
 
-def _passing(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, list[int]]:
+def passing(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, list[int]]:
     """Boundaries at which a value is made on the way to another, before its own replay."""
     made: dict[int, list[int]] = {}
     for value in replays:
         made.setdefault(trace.values[value].producer, []).append(value)
-    passing: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for value, replay in replays.items():
         for op in replay.ops:
             for other in made.get(op, ()):
                 if other != value and replay.at < replays[other].at:
-                    passing.setdefault(other, []).append(replay.at)
-    return passing
+                    found.setdefault(other, []).append(replay.at)
+    return found
