@@ -25,6 +25,8 @@ _REPLAYED = "recomputed: the budget has no room for it meanwhile, and a copy wou
 _KEPT = "kept: the budget has room for it between save and read"
 # Times that replays are taken back which need bytes where there are none.
 _REPAIRS = 4
+# Of more ops few mixes are tried, and of each one plan.
+_LONG = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class Mixer:
     ) -> Plan | None:
         """The plan with what replays pass held for those after them; None where that cannot be."""
         case, trace = self._case, self._case.trace
-        if not passing(trace, replays):
+        if len(trace.ops) > _LONG or not passing(trace, replays):
             return None
         early = passed(trace, replays, self.nbytes, slack_of(case, plan))
         if not early:
