@@ -45,7 +45,7 @@ def moving_peak(trace: Trace, held: Sequence[int]) -> int:
 
 def _still(trace: Trace) -> list[bool]:
     """Of each op whether it is of an optimizer's step after the last backward."""
-    over = max((save.dropped for value in trace.values for save in value.saves), default=0)
+    over = max(trace.last_drops.values(), default=0)
     return [op.phase is Phase.OPTIMIZER and at >= over for at, op in enumerate(trace.ops)]
 
 

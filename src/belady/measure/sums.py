@@ -20,7 +20,9 @@ from belady.ir.trace import StorageKind, Trace, Value
 _ADD = "aten.add.Tensor"
 _IN_PLACE = "aten.add_.Tensor"
 # Between a mode and who calls it.
-_AROUND_A_MODE = ("belady.measure.", "torch._dynamo", "torch._compile", "torch.utils._python_disp")
+_AROUND_A_MODE = (
+    "belady.measure.", "torch._dynamo", "torch._compile", "torch.utils._python_dispatch"
+)  # fmt: skip
 _ENGINE = graph._engine_run_backward.__code__
 
 
@@ -61,14 +63,11 @@ class _Joining:
         self._ops = list(trace.ops)
         self._values = list(trace.values)
         self._storages = list(trace.storages)
-        self._of: dict[int, list[int]] = {}
-        self._newest: dict[int, int] = {}
-        self._saved: set[int] = set()
-        for index, value in enumerate(trace.values):
-            self._of.setdefault(value.storage, []).append(index)
-            self._newest[value.storage] = max(value.version, self._newest.get(value.storage, 0))
-            if value.saves:
-                self._saved.add(value.storage)
+        self._of = {storage: list(values) for storage, values in trace.contents.items()}
+        self._newest = {
+            storage: max(trace.values[it].version for it in values)
+            for storage, values in self._of.items()
+        }
 
     def ends_a_node(self, at: int) -> bool:
         """Whether op ``at`` adds what its node has just made to what another made, which ends."""
@@ -84,7 +83,7 @@ class _Joining:
             and into.death == at + 1
             and into.nbytes == gone.nbytes
             and made.version == 0
-            and not self._saved & {first.storage, made.storage}
+            and self._trace.last_drops.keys().isdisjoint((first.storage, made.storage))
         )
 
     def join(self, at: int) -> None:

@@ -17,7 +17,7 @@ from belady.ir.trace import Trace
 from belady.planners.base import Draft, assemble
 from belady.planners.moves import Case, Schedule, movable, offloads, read_by, tier_for
 from belady.planners.replays import cheapest
-from belady.planners.sharing import passed, passing
+from belady.planners.sharing import held, passing
 from belady.planners.spread import Bytes, Spread, Times, alone, held_bytes, keep, slack_of
 
 _COPIED = "moved: the budget has no room for it meanwhile"
@@ -147,9 +147,8 @@ class Mixer:
     ) -> Plan | None:
         """The plan with what replays pass held for those after them; None where that cannot be."""
         case, trace = self._case, self._case.trace
-        if len(trace.ops) > _LONG or not passing(trace, replays):
-            return None
-        early = passed(trace, replays, self.nbytes, slack_of(case, plan))
+        ways = passing(trace, replays) if len(trace.ops) <= _LONG else {}
+        early = held(trace, replays, ways, self.nbytes, slack_of(case, plan)) if ways else ()
         if not early:
             return None
 

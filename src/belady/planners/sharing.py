@@ -15,8 +15,12 @@ from belady.ir.trace import Trace
 from belady.planners.spread import Bytes
 
 
-def passed(
-    trace: Trace, replays: Mapping[int, Recompute], nbytes: Mapping[int, int], slack: Bytes
+def held(
+    trace: Trace,
+    replays: Mapping[int, Recompute],
+    ways: Mapping[int, list[int]],
+    nbytes: Mapping[int, int],
+    slack: Bytes,
 ) -> frozenset[int]:
     """Recomputed values to be held from where a replay passes them, for which there is room.
 
@@ -24,13 +28,14 @@ def passed(
 
     Parameters
     ----------
+    ways
+        What is passed, see `passing`.
     nbytes
         Device bytes of each of ``replays``.
     slack
         Bytes left over during each op.
     """
     slack, found = slack.copy(), set[int]()
-    ways = passing(trace, replays)
     gain = {
         value: len(boundaries) * seconds_of(trace, replays[value]) / nbytes[value]
         for value, boundaries in ways.items()
