@@ -16,7 +16,7 @@ from belady.graph.parts import Drawn, Part
 from belady.graph.program import program_of
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
-from belady.ir.plan import Offload, Plan
+from belady.ir.plan import Plan
 from belady.ir.trace import Trace
 from belady.memory.carrier import Carrier
 from tests.support.training import Training
@@ -65,8 +65,8 @@ class PlannedHost:
     def enter(self, graph: Captured, args: Sequence[Any]) -> Turn:
         if graph not in self._programs:
             self._programs[graph] = self._plan(graph, args)
-        program, tiers = self._programs[graph]
-        return Turn(program, Contents(self._carrier, tiers))
+        program, decisions = self._programs[graph]
+        return Turn(program, Contents(self._carrier, decisions))
 
     def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
         pass
@@ -85,8 +85,8 @@ class PlannedHost:
         drawn = self._known[graph]
         plan = self._choose(drawn.trace)
         self.plans.append(plan)
-        tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
-        return program_of(graph.joint, graph.layout, orders_of(drawn, plan)[0]), tiers
+        program = program_of(graph.joint, graph.layout, orders_of(drawn, plan)[0])
+        return program, plan.decisions
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import belady
 from belady.eager.hooks import HookPair
 from belady.eager.planned import Planned
 from belady.eager.replay import Recipes
+from belady.ir.encoding import encoding_of
 from belady.ir.plan import Assignment, Budget, Decision, Encode, Keep, Offload, Plan, Recompute
 from belady.ir.replay import reasons
 from belady.ir.timeline import Lane
@@ -170,8 +171,9 @@ def _decision(trace: Trace, index: int, tiers: list[Tier], chance: random.Random
     replay = cheapest(trace, index) if chance.random() < 0.5 else None
     if replay is not None:
         return replay
-    if value.saves[0].dtype in ("bool", "int64") and chance.random() < 0.5:
-        return Encode("any", 1, first, last)
+    encoding = encoding_of(trace, index)
+    if encoding is not None and chance.random() < 0.5:
+        return Encode(*encoding, first, last)
     out, free, back, ready = sorted(_moment(first, last, chance) for _ in range(4))
     return Offload(chance.choice(tiers), out - 1, free, back, ready)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from belady.ir.encoding import encoding_of
 from belady.ir.hardware import Allocator, HardwareProfile, Link
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Decision, Encode, Offload, Plan
@@ -47,8 +48,10 @@ def cases(draw: st.DrawFn, *, encode: bool) -> tuple[Trace, HardwareProfile, Pla
             if gone >= back or trace.storages[value.storage].nbytes == 0:
                 continue
         elif kind == "encode":
-            nbytes = trace.storages[value.storage].nbytes // 4
-            decision = Encode("narrow", nbytes, points[0], points[3])
+            encoding = encoding_of(trace, index)
+            if encoding is None:
+                continue
+            decision = Encode(*encoding, value.first_save, points[3])
         else:
             continue
         chosen.append(Assignment(index, decision))

@@ -48,6 +48,8 @@ class OpSpec:
         Whether there is a slower way to run it without workspace.
     replayable
         Whether it gives the same again.
+    mask
+        Whether it is a comparison, whose result is bools.
     """
 
     nbytes: int = 1024
@@ -63,6 +65,7 @@ class OpSpec:
     asked: bool = True
     lean_algorithm: bool = False
     replayable: bool = False
+    mask: bool = False
 
 
 @dataclass
@@ -139,13 +142,16 @@ class _Builder:
                 shape=(storage.nbytes,),
                 stride=(1,),
                 offset=0,
-                dtype="torch.uint8",
+                dtype="bool" if self.is_mask(content) else "uint8",
             )
         )
         self.saved += 1
         if asked:
             self.taken_back.setdefault(op, []).append(value)
         storage.death = max(storage.death, back + 1)
+
+    def is_mask(self, content: _Content) -> bool:
+        return content.producer >= 0 and self.specs[content.producer].mask
 
     def forward(self) -> None:
         pool = [self.new(4096, StorageKind.INPUT, -1)]
@@ -221,7 +227,7 @@ class _Builder:
                 Algorithm("lean", 1.5 * seconds + 1e-6, 0),
             )
         return Op(
-            name="layer_backward" if back else "layer",
+            name="layer_backward" if back else "aten.gt.Scalar" if spec.mask else "layer",
             module=f"layer{forward}",
             phase=phase,
             pass_index=0,

@@ -39,6 +39,7 @@ def op_specs() -> st.SearchStrategy[OpSpec]:
         asked=st.sampled_from((True, True, True, False)),
         lean_algorithm=st.booleans(),
         replayable=st.sampled_from((True, True, False)),
+        mask=st.booleans(),
     )
 
 

@@ -22,7 +22,7 @@ from belady.eager.handles import PlannedAgain, PlannedKept, PlannedSaved, is_of
 from belady.eager.replay import Recipes, Recomputed, Source, chains
 from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, tables, tiers
 from belady.errors import PlanMismatchError
-from belady.ir.plan import Managed, Offload, Plan, Recompute
+from belady.ir.plan import Encode, Managed, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.memory.carrier import Carrier
 from belady.memory.contents import Moved, Packed, Paged
@@ -31,6 +31,8 @@ from belady.memory.witness import demand_unchanged
 
 _NO_RECIPES = Recipes()
 _NEVER = sys.maxsize
+# Decisions that give back what the program saved when it was observed, and nothing else.
+_TRUSTING = (Recompute, Encode)
 
 
 class Planned:
@@ -87,7 +89,8 @@ class Planned:
         self._chains = chains(trace, plan, recipes)
         self._fallback = fallback
         self.digests = digests or Digests()
-        self.calls = recipes.follower() if self._chains else None
+        trusting = any(isinstance(it, _TRUSTING) for it in plan.decisions.values())
+        self.calls = recipes.follower() if trusting else None
         self._needed = {value for chain in self._chains.values() for value in chain.saved}
         self._tables = tables(trace, plan, self._needed)
         self._tiers = tiers(plan)
@@ -179,7 +182,7 @@ class Planned:
             return PlannedKept(tensor, -1, 0)
         if self.on_anchor is not None:
             self.on_anchor(entry.boundary)
-        if self.calls is not None and self.calls.strayed and type(entry.decision) is Recompute:
+        if self.calls is not None and self.calls.strayed and type(entry.decision) in _TRUSTING:
             self._default("the program calls something else, or with other numbers, than observed")
             return self._fallback(tensor)
         managed = None if entry.decision is None else self._managed(tensor, entry)
@@ -231,16 +234,16 @@ class Planned:
     def _make(self, tensor: torch.Tensor, entry: Entry) -> Moved | Packed | Recomputed | None:
         if isinstance(entry.decision, Recompute):
             return self._recomputed(tensor, entry)
+        if isinstance(entry.decision, Encode):
+            packed = Packed.of(tensor, entry.decision.codec)
+            if packed is None:
+                self._default("its bytes are not whole elements")
+            return packed
         moved: Moved
-        if isinstance(entry.decision, Offload):
-            moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
-        elif isinstance(entry.decision, Managed):
+        if isinstance(entry.decision, Managed):
             moved = Paged(tensor, self._carrier, entry.decision)
         else:
-            packed = Packed.of(tensor)
-            if packed is None:
-                self._default("encoding gains nothing")
-            return packed
+            moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), self._carrier)
         moved.label = entry.value
         return moved
 

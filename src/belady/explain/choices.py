@@ -13,7 +13,7 @@ from belady.ir.plan import Assignment, Decision, Encode, Keep, Offload, Plan, Re
 from belady.ir.replay import irreproducible, refusals, sources
 from belady.ir.residency import away
 from belady.ir.trace import Tier, Trace
-from belady.planners.moves import Case, Schedule, movable, offloads, read_by
+from belady.planners.moves import Case, Schedule, encodings, movable, offloads, read_by
 from belady.planners.replays import LONGEST, cheapest
 from belady.planners.spread import Spread, Times, slack_of
 from belady.simulate.engine import routes
@@ -113,6 +113,12 @@ def recomputed(trace: Trace, plan: Plan, values: tuple[int, ...]) -> dict[int, D
         if replay is not None:
             found[value] = replay
     return found
+
+
+def encoded(case: Case, values: tuple[int, ...]) -> dict[int, Encode]:
+    """All of them in the fewest bytes with which backward can do; none if not all can be."""
+    found = encodings(case, values)
+    return found if len(found) == len(values) else {}
 
 
 def why_no_replay(trace: Trace, plan: Plan, index: int) -> str:

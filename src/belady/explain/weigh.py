@@ -10,7 +10,7 @@ from belady.explain import choices
 from belady.explain.document import Choice, Outcome, Weighed
 from belady.ir.legality import Problem, check
 from belady.ir.margin import needed
-from belady.ir.plan import Decision, Managed, Offload, Recompute
+from belady.ir.plan import Decision, Encode, Managed, Offload, Recompute
 from belady.ir.residency import away
 from belady.ir.run import Run
 from belady.ir.timeline import Cause, Timeline
@@ -19,6 +19,7 @@ from belady.planners.moves import Case
 from belady.planners.spread import boundary_times
 from belady.report.facts import decision_name, short_name
 from belady.simulate import simulate
+from belady.units import format_bytes
 
 # Share of the iteration below which two predictions differ by rounding alone.
 _ROUNDING = 1e-9
@@ -74,6 +75,7 @@ class Scales:
         for tier in choices.tiers(self.run.hardware):
             found += self._offload(group, tier, decision, least.seconds)
         found += self._recompute(group, decision)
+        found += self._encode(group)
         return Weighed(
             values=group,
             decision=decision,
@@ -125,6 +127,13 @@ class Scales:
             many = "none of them can be; the first: " if len(group) > 1 else ""
             yield Choice("recompute", 0, "", None, problems=(f"{many}{why}",))
 
+    def _encode(self, group: tuple[int, ...]) -> Iterator[Choice]:
+        """All of them in fewer bytes, where that can be and is not the plan."""
+        encodings = choices.encoded(self._case, group)
+        if encodings and not self._is_planned(encodings):
+            names = sorted({it.codec for it in encodings.values()})
+            yield self._try(f"encode ({', '.join(names)})", dict(encodings))
+
     def _try(self, name: str, changes: Mapping[int, Decision]) -> Choice:
         run = self.run
         plan = choices.changed(run.plan, changes)
@@ -163,6 +172,8 @@ class Scales:
         if isinstance(decision, Recompute):
             names = ", ".join(short_name(trace.ops[op].name) for op in decision.ops)
             return f"at op {decision.at} by running again: {names}"
+        if isinstance(decision, Encode):
+            return f"in {format_bytes(decision.nbytes)} until op {decision.decode_at}"
         return ""
 
     def _change(self, seconds: float, before: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from belady.ir.trace import Tier
+from belady.ir.plan import Decision, Encode, Offload
 from belady.memory.carrier import Carrier
 from belady.memory.contents import Moved, Packed
 from belady.memory.geometry import Geometry
@@ -42,10 +42,10 @@ class Content:
         self._shadow = witness(tensor) if guarded else None
         self._version = 0 if self._shadow is None else self._shadow._version
 
-    def encode(self) -> None:
-        """Replace the original by an encoding, where that saves bytes."""
+    def encode(self, codec: str) -> None:
+        """Replace the original by an encoding."""
         if isinstance(self.bytes, Moved) and self.bytes.source is not None:
-            packed = Packed.of(self._geometry.on(self.bytes.source))
+            packed = Packed.of(self._geometry.on(self.bytes.source), codec)
             self.bytes = packed or self.bytes
 
     def take(self) -> torch.Tensor:
@@ -75,11 +75,11 @@ class Contents:
     def __init__(
         self,
         carrier: Carrier,
-        tiers: Mapping[int, Tier],
+        decisions: Mapping[int, Decision],
         landing: Callable[[tuple[torch.Tensor | None, ...]], None] | None = None,
     ) -> None:
         self._carrier = carrier
-        self._tiers = tiers
+        self._decisions = decisions
         self._landing = landing
         self._live: dict[int, weakref.ref[Content]] = {}
 
@@ -98,9 +98,10 @@ class Contents:
 
     def send(self, value: int) -> None:
         """Issue a copy-out."""
-        content = self._find(value)
+        content, decision = self._find(value), self._decisions[value]
         if content is not None and isinstance(content.bytes, Moved):
-            content.bytes.send(self._tiers[value])
+            assert isinstance(decision, Offload)
+            content.bytes.send(decision.tier)
 
     def free(self, value: int) -> None:
         """Let go of an original that was sent."""
@@ -110,9 +111,10 @@ class Contents:
 
     def encode(self, value: int) -> None:
         """Encode a value where it is."""
-        content = self._find(value)
+        content, decision = self._find(value), self._decisions[value]
         if content is not None:
-            content.encode()
+            assert isinstance(decision, Encode)
+            content.encode(decision.codec)
 
     def bring(self, value: int) -> None:
         """Have a value on its way back, or decoded."""

@@ -10,8 +10,7 @@ from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
 from belady.graph.segments import Fuse
-from belady.ir.plan import Offload, Plan
-from belady.ir.trace import Tier
+from belady.ir.plan import Plan
 from belady.measure.observe import undisturbed
 from belady.measure.progress import Progress
 
@@ -21,12 +20,11 @@ Order = tuple[tuple[int, bool], ...]
 
 @dataclass(frozen=True)
 class Force:
-    """A plan ready to be carried out: the program of each call, and where values go."""
+    """A plan ready to be carried out: the program of each call."""
 
     plan: Plan
     drawn: Drawn
     programs: tuple[Program, ...]
-    tiers: dict[int, Tier]
 
     @classmethod
     def of(
@@ -56,8 +54,7 @@ class Force:
                     fuse=fuse,
                 )
             )
-        tiers = {v: d.tier for v, d in plan.decisions.items() if isinstance(d, Offload)}
-        return cls(plan, drawn, tuple(programs), tiers)
+        return cls(plan, drawn, tuple(programs))
 
 
 @dataclass

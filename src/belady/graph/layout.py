@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from belady.graph.doors import fake_value
 from belady.graph.joint import Joint, Step
-from belady.measure.records import mutated, written_arguments
+from belady.ir.trace import Need
+from belady.measure.records import mutated, need_of, written_arguments
 
 
 @dataclass
@@ -48,6 +50,19 @@ class Layout:
         """Storages that a step reads, each once."""
         found = (self.storage_of[node] for node in step.inputs if node in self.storage_of)
         return list(dict.fromkeys(found))
+
+    def need(self, step: Step, storage: int) -> Need:
+        """What a step reads of a storage: less than its values only where a backward may."""
+        name, args = str(step.node.target), step.node.args
+        operands = [
+            it for it in tree_leaves(args) if isinstance(it, fx.Node) and it in self.storage_of
+        ]
+        needs = {
+            need_of(name, args, position)
+            for position, node in enumerate(operands)
+            if self.storage_of[node] == storage
+        }
+        return needs.pop() if len(needs) == 1 else Need.VALUES
 
     def makes(self, step: Step) -> list[int]:
         """Storages that come into being in a step, each once."""

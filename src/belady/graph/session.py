@@ -134,7 +134,7 @@ class Session:
         floor = self._planning.floor(graph, args, watched=watched is not None)
         if watched is not None:
             watched.enter(part_of(graph, call, args, watched.names, watched.lasting), args)
-        contents = Contents(self._carrier, floor.tiers)
+        contents = Contents(self._carrier, floor.plan.decisions)
         return Turn(floor.programs[0], contents, watched, (iteration, call))
 
     def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
@@ -255,7 +255,7 @@ class Session:
         contents = None
         if force is not None:
             landing = None if counted is None else counted.seen
-            contents = Contents(self._carrier, force.tiers, landing)
+            contents = Contents(self._carrier, force.plan.decisions, landing)
         sample = self._monitor.begin(kind.level(recording=self._recording))
         self._iteration = Iteration(kind, contents, watched, counted, sample)
         return self._iteration

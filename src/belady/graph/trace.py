@@ -234,7 +234,7 @@ class _Drawing:
                 self._bytes[held].use(index + 1)
             if storage in needed:
                 reads.append(self._latest[held])
-                self._contents[reads[-1]].uses.append(Use(index))
+                self._contents[reads[-1]].uses.append(Use(index, part.layout.need(step, storage)))
         return tuple(reads)
 
     def _writes(self, call: Call, part: Part, step: Step, index: int) -> tuple[int, ...]:

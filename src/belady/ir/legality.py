@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from belady.errors import InfeasibleBudgetError, PlanMismatchError
+from belady.ir.encoding import encoding_of
 from belady.ir.hardware import HardwareProfile
 from belady.ir.margin import needed
 from belady.ir.plan import Budget, Encode, Managed, Offload, Plan, Recompute
@@ -195,13 +196,24 @@ def _decision_problems(trace: Trace, plan: Plan, index: int) -> Iterator[Problem
     elif isinstance(decision, Recompute):
         for message, op in reasons(trace, index, plan.decisions):
             yield Problem(f"value {index}: {message}", op=op, value=index)
-    elif isinstance(decision, Encode) and not (
-        value.first_save <= decision.encode_at <= decision.decode_at <= last
-    ):
-        yield Problem(
-            f"value {index}: encoded at {decision.encode_at} and decoded at {decision.decode_at}, "
-            f"but it is saved at {value.first_save} and read at {last}",
-            value=index,
+    elif isinstance(decision, Encode):
+        for message in _encode_problems(trace, index, decision, last):
+            yield Problem(f"value {index}: {message}", value=index)
+
+
+def _encode_problems(trace: Trace, index: int, decision: Encode, last: int) -> Iterator[str]:
+    saved, read = decision.encode_at, decision.decode_at
+    if not trace.values[index].first_save == saved <= read <= last:
+        yield (
+            f"encoded at {saved} and decoded at {read}, "
+            f"but it is saved at {trace.values[index].first_save} and read at {last}"
+        )
+    known = encoding_of(trace, index)
+    if known != (decision.codec, decision.nbytes):
+        has = "no encoding" if known is None else f"{known.codec!r} in {known.nbytes} bytes"
+        yield (
+            f"to be held as {decision.codec!r} in {decision.nbytes} bytes, "
+            f"but what is known to give back what backward asks for is {has}"
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 
+from belady.ir.codecs import SIGN
 from belady.ir.plan import Decision, Encode, Managed, Offload, Recompute
 from belady.ir.residency import away, times_saved
 from belady.ir.trace import Phase, Trace, Value
@@ -190,6 +191,8 @@ def _elsewhere(trace: Trace, source: int, at: int, decision: Decision | None) ->
         return "is in managed memory"
     if isinstance(decision, Recompute) and decision.at > at:
         return f"is itself made again at {decision.at} only, after boundary {at}"
+    if isinstance(decision, Encode) and decision.codec == SIGN:
+        return "comes back as signs alone"
     if isinstance(decision, Encode) and decision.decode_at > at:
         return f"is decoded at {decision.decode_at} only, after boundary {at}"
     if isinstance(decision, Offload):
@@ -197,7 +200,7 @@ def _elsewhere(trace: Trace, source: int, at: int, decision: Decision | None) ->
         if back > at:
             return f"comes back to the device at {back}, after boundary {at}"
     reads = (read for save in trace.values[source].saves for read in save.reads)
-    if isinstance(decision, (Offload, Recompute)) and all(read < at for read in reads):
+    if isinstance(decision, (Offload, Recompute, Encode)) and all(read < at for read in reads):
         return f"is read for the last time before boundary {at}, and then let go"
     return ""
 

@@ -55,7 +55,9 @@ def offload_boundaries(trace: Trace, decision: Offload) -> tuple[int, int, int]:
     return out, free, max(back, free)
 
 
-def away(trace: Trace, index: int, decision: Offload | Managed | Recompute) -> tuple[int, int]:
+def away(
+    trace: Trace, index: int, decision: Offload | Managed | Recompute | Encode
+) -> tuple[int, int]:
     """Boundaries between which the bytes of a value are off the device under ``decision``.
 
     The first is where the original is gone, as far as other saved values of its storage allow;
@@ -66,6 +68,8 @@ def away(trace: Trace, index: int, decision: Offload | Managed | Recompute) -> t
     released = trace.storages[value.storage].released
     if isinstance(decision, Recompute):
         return max(value.first_save, released), decision.at
+    if isinstance(decision, Encode):
+        return max(decision.encode_at, released), decision.decode_at
     stays = _stays(trace, value, decision.moves if isinstance(decision, Managed) else decision)
     stay = next((stay for stay in stays if stay.out < stay.end), None)
     if stay is None:

@@ -1,15 +1,16 @@
-"""Bytes that ops and replays take while they run, and give back before the next op."""
+"""Bytes that ops, replays and encodings take while they run, and give back before the next op."""
 
 from __future__ import annotations
 
 from belady.errors import PlanMismatchError
+from belady.ir.codecs import passes
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Plan, Recompute
+from belady.ir.plan import Encode, Plan, Recompute
 from belady.ir.trace import Trace
 
 
 def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
-    """Bytes of each op beside its values: its workspace, or a larger replay just before it.
+    """Bytes of each op beside its values: its workspace, or what is larger just before it.
 
     Raises
     ------
@@ -24,6 +25,11 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
             # What a replay takes on top is gone before the op at its boundary is issued.
             at = min(decision.at, len(held) - 1)
             held[at] = max(held[at], _replay_bytes(trace, value, decision, allocator))
+        elif isinstance(decision, Encode):
+            nbytes = trace.storages[trace.values[value].storage].nbytes
+            taken = allocator.held(passes(decision, nbytes).scratch)
+            for at in {min(decision.encode_at, len(held) - 1), decision.decode_at}:
+                held[at] = max(held[at], taken)
     return held
 
 

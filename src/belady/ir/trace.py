@@ -221,6 +221,14 @@ class Trace:
         )
 
     @cached_property
+    def followed(self) -> bool:
+        """Whether an iteration that goes otherwise than this one is noticed in its forward.
+
+        That is so in a graph, and in an eager engine where it tries what may run again.
+        """
+        return any(op.replayable for op in self.ops)
+
+    @cached_property
     def last_drops(self) -> dict[int, int]:
         """Boundary at which autograd lets go of the last saved value of each storage."""
         last: dict[int, int] = {}

@@ -11,7 +11,15 @@ import torch
 from belady.ir.trace import Mode, Need, Phase, StorageKind, Use
 
 _THRESHOLD = "aten.threshold_backward.default"
-_MAX_POOL = "aten.max_pool2d_with_indices_backward.default"
+# Where the gradient of a pooling goes, the indices or its geometry say.
+_POOLINGS = frozenset(
+    f"aten.{name}_backward.default"
+    for name in (
+        *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+        *("adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool2d", "avg_pool3d"),
+        *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+    )
+)
 
 
 @dataclass(slots=True)
@@ -89,8 +97,8 @@ def need_of(name: str, args: tuple[Any, ...], position: int) -> Need:
     """What op ``name`` reads of its tensor operand ``position``, when that can be less than all."""
     if name == _THRESHOLD and position == 1 and args[2:] == (0,):
         return Need.SIGN  # the gradient of relu asks whether its result is positive
-    if name == _MAX_POOL and position == 1:
-        return Need.SHAPE  # the indices say where the gradient goes
+    if name in _POOLINGS and position == 1:
+        return Need.SHAPE
     return Need.VALUES
 
 

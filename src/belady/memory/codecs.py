@@ -1,14 +1,18 @@
 """Lossless encodings of saved tensors that hold few distinct values.
 
 Masks take one bit for each element instead of eight. Integers that autograd saves as int64
-(pooling indices, targets) take the narrowest type that holds their smallest and largest value.
+(pooling indices, targets) take the narrowest type that holds their smallest and largest value. Of
+what a ReLU saves the signs are enough, where a plan knows that nothing else reads it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from belady.ir.codecs import BITS, PIECE, SIGN
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WIDE = frozenset({torch.int16, torch.int32, torch.int64})
@@ -18,6 +22,10 @@ _RANGES = tuple(
 )
 
 
+# Byte ``j`` of a word goes to its highest byte, shifted by ``j``; nothing else reaches that byte.
+_GATHERED = 0x0102040810204080
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Encoded:
     """A tensor in fewer bytes.
@@ -25,7 +33,7 @@ class Encoded:
     Attributes
     ----------
     codec
-        ``"bits"`` or the name of the narrow type, e.g. ``"uint8"``.
+        ``"bits"``, ``"sign"`` or the name of the narrow type, e.g. ``"uint8"``.
     data
         What is stored: every element of the memory that the tensor spans, once.
     span
@@ -61,13 +69,11 @@ def encode(tensor: torch.Tensor) -> Encoded | None:
     """
     if not _supported(tensor):
         return None
-    reach = zip(tensor.shape, tensor.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in reach)
-    # The memory itself is encoded, not the view: any strides come back, overlapping ones too.
-    flat = tensor.detach().as_strided((span,), (1,))
+    flat = _flat(tensor)
+    span = flat.numel()
     least = min(span, tensor.numel()) * tensor.element_size()
     if tensor.dtype is torch.bool:
-        codec, nbytes = "bits", -(-span // 8)
+        codec, nbytes = BITS, -(-span // 8)
         # Bools made by reinterpreting bytes may hold others than 0 and 1: bits would be lost.
         data = _pack(flat) if nbytes < least and _is_clean(flat) else None
     else:
@@ -79,13 +85,43 @@ def encode(tensor: torch.Tensor) -> Encoded | None:
     return Encoded(codec, data, span, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
+def encode_as(codec: str, tensor: torch.Tensor) -> Encoded:
+    """Encode ``tensor`` as a plan says; the host waits for nothing and no element is looked at.
+
+    Parameters
+    ----------
+    codec
+        One that gives back all that is asked for, see `belady.ir.encoding`.
+    """
+    flat = _flat(tensor)
+    if codec == SIGN:
+        data = _signs(flat)
+    elif codec == BITS:
+        data = _pack(flat)
+    else:
+        data = flat.to(getattr(torch, codec))
+    return Encoded(codec, data, flat.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
 def decode(encoded: Encoded) -> torch.Tensor:
-    """Restore the tensor: the same bits, dtype, shape and strides, in memory of its own."""
-    if encoded.codec == "bits":
-        flat = _unpack(encoded.data, encoded.span)
+    """Restore the tensor: the same bits, dtype, shape and strides, in memory of its own.
+
+    Of signs come back 0, where an element was at most 0, and 1.
+    """
+    if encoded.codec in (BITS, SIGN):
+        table = _bits_of_bytes(encoded.data.device)
+        table = 1 - table if encoded.codec == SIGN else table
+        flat = _looked_up(encoded.data, encoded.span, table.to(encoded.dtype))
     else:
         flat = encoded.data.to(encoded.dtype)
     return flat.as_strided(encoded.shape, encoded.stride)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that the tensor spans: any strides come back, overlapping ones too."""
+    reach = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in reach)
+    return tensor.detach().as_strided((span,), (1,))
 
 
 def _supported(tensor: torch.Tensor) -> bool:
@@ -112,16 +148,39 @@ def _narrowest(flat: torch.Tensor) -> torch.dtype:
 
 def _pack(flat: torch.Tensor) -> torch.Tensor:
     """Byte ``i`` holds elements ``8 i`` to ``8 i + 7``, the first in the lowest bit."""
-    packed = torch.zeros(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
-    for bit in range(8):
-        lane = flat[bit::8]
-        packed[: lane.numel()] |= lane.to(torch.uint8) << bit
+    return _packed(flat.numel(), flat.device, lambda at, stop: flat[at:stop].clone())
+
+
+def _signs(flat: torch.Tensor) -> torch.Tensor:
+    """Bits that say which elements are at most 0: a gradient passes through a NaN."""
+    return _packed(flat.numel(), flat.device, lambda at, stop: flat[at:stop] <= 0)
+
+
+def _packed(
+    count: int, device: torch.device, piece: Callable[[int, int], torch.Tensor]
+) -> torch.Tensor:
+    """Bits of ``count`` bools, which ``piece`` makes in memory of their own."""
+    packed = torch.empty(-(-count // 8), dtype=torch.uint8, device=device)
+    for at in range(0, count, PIECE):
+        bools = piece(at, min(count, at + PIECE))
+        if bools.numel() % 8:
+            bools = torch.nn.functional.pad(bools, (0, -bools.numel() % 8))
+        # Eight bytes of 0 or 1 are a word; times this, its highest byte has a bit of each.
+        words = bools.view(torch.int64).mul_(_GATHERED)
+        packed[at // 8 : at // 8 + words.numel()] = words.view(torch.uint8)[7::8]
     return packed
 
 
-def _unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
-    flat = torch.empty(count, dtype=torch.bool, device=packed.device)
-    for bit in range(8):
-        lane = flat[bit::8]
-        lane.copy_(packed[: lane.numel()] >> bit & 1)
-    return flat
+def _looked_up(packed: torch.Tensor, count: int, table: torch.Tensor) -> torch.Tensor:
+    """Row ``b`` of ``table`` for each byte ``b``, in a row: ``count`` elements."""
+    found = torch.empty((packed.numel(), 8), dtype=table.dtype, device=table.device)
+    for at in range(0, packed.numel(), PIECE // 8):
+        piece = packed[at : at + PIECE // 8].to(torch.int32)
+        torch.index_select(table, 0, piece, out=found[at : at + PIECE // 8])
+    return found.view(-1)[:count]
+
+
+def _bits_of_bytes(device: torch.device) -> torch.Tensor:
+    """Row ``b`` has the bits of byte ``b``, the lowest first."""
+    every = torch.arange(256, device=device).unsqueeze(1)
+    return every >> torch.arange(8, device=device) & 1

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from belady.ir.plan import Managed
 from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
-from belady.memory.codecs import Encoded, decode, encode
+from belady.memory.codecs import Encoded, decode, encode, encode_as
 from belady.memory.geometry import Geometry, content_of, unseen
 from belady.memory.lanes import current_stream
 
@@ -179,10 +179,18 @@ class Packed:
         self.dtype = tensor.dtype
         self.encoded = encoded
         self.here: torch.Tensor | None = None
+        # Streams on which the encoding was made, and the bytes brought back.
+        self._made_on = self._here_on = current_stream(tensor.device)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Packed | None:
-        """Encode the whole storage of ``tensor``; None when that gains nothing."""
+    def of(cls, tensor: torch.Tensor, codec: str = "") -> Packed | None:
+        """Encode the whole storage of ``tensor``; None when that gains nothing.
+
+        Parameters
+        ----------
+        codec
+            What a plan says; without one the elements are looked at, for which the host waits.
+        """
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes % tensor.dtype.itemsize:
             return None
@@ -190,19 +198,22 @@ class Packed:
             tensor.dtype, torch.Size([nbytes // tensor.dtype.itemsize]), (1,), 0, False, False
         )
         with unseen():
-            encoded = encode(whole.on(content_of(tensor, 0, nbytes)))
+            flat = whole.on(content_of(tensor, 0, nbytes))
+            encoded = encode_as(codec, flat) if codec else encode(flat)
         return None if encoded is None else cls(tensor, encoded)
 
     def bring(self) -> None:
         """Decode the bytes, unless they are here."""
         if self.here is None:
             with unseen():
+                self._here_on = _followed(self.encoded.data, self._made_on)
                 self.here = decode(self.encoded).view(-1).view(torch.uint8)
 
     def take(self) -> torch.Tensor:
         """Give the bytes."""
         self.bring()
         assert self.here is not None
+        _followed(self.here, self._here_on)
         return self.here
 
     @property
@@ -219,3 +230,12 @@ class Packed:
         """Drop the decoded bytes."""
         self.here = None
         self.given.clear()
+
+
+def _followed(data: torch.Tensor, made_on: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+    """The present stream, which waits for the one on which ``data`` was made if it is another."""
+    stream = current_stream(data.device)
+    if stream is not None and made_on is not None and stream != made_on:
+        stream.wait_stream(made_on)
+        data.record_stream(stream)
+    return stream

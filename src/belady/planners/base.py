@@ -8,7 +8,7 @@ from typing import Protocol
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check, require
-from belady.ir.plan import Assignment, Budget, Keep, Managed, Offload, Plan, Recompute
+from belady.ir.plan import Assignment, Budget, Encode, Keep, Managed, Offload, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.planners.moves import Case, read_by
 from belady.planners.workspace import UNCHANGED, Algorithms
@@ -69,6 +69,8 @@ class Draft:
         Values that are run again instead.
     managed
         Values that are moved in managed memory instead.
+    encoded
+        Values that stay in fewer bytes instead.
     """
 
     planner: str
@@ -78,6 +80,7 @@ class Draft:
     replays: Mapping[int, Recompute] = field(default_factory=dict)
     algorithms: Algorithms = UNCHANGED
     managed: Mapping[int, Managed] = field(default_factory=dict)
+    encoded: Mapping[int, Encode] = field(default_factory=dict)
 
 
 def assemble(case: Case, draft: Draft) -> Plan:
@@ -133,7 +136,7 @@ def finish(case: Case, draft: Draft) -> Plan:
 
 def _assignment(draft: Draft, index: int, could: frozenset[int]) -> Assignment:
     moved = draft.moves.get(index) or draft.managed.get(index)
-    decision = moved or draft.replays.get(index)
+    decision = moved or draft.replays.get(index) or draft.encoded.get(index)
     if decision is not None:
         return Assignment(index, decision, draft.reasons[index])
     if index not in could:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
@@ -54,7 +55,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 6
+    version: int = 7
     recomputes: bool = True
 
     def __call__(
@@ -95,6 +96,9 @@ class _Search:
         self._prices: dict[Wish, float] = {}
         # Whether a plan was best because of what its replays share, and whether that leads the way.
         self._gained = self._led = False
+        self._limits = {"reach": _REACHES, "stretch": _STRETCHES, "reserve": _RESERVES}
+        if mixer.encodings:
+            self._limits["encodes"] = (True, False)
 
     def run(self) -> Plan:
         """The plan of the lowest price found."""
@@ -115,6 +119,8 @@ class _Search:
         at = self._cheapest(Wish(values) for values in some)
         at = self._cheapest(replace(at, stretch=stretch) for stretch in _STRETCHES)
         at = self._cheapest(replace(at, reach=reach) for reach in _REACHES)
+        if self._mixer.encodings:
+            at = self._cheapest(replace(at, encodes=encodes) for encodes in (True, False))
         at = self._cheapest(
             replace(at, reserve=reserve, values=values) for reserve in _RESERVES for values in some
         )
@@ -139,7 +145,7 @@ class _Search:
         now, unstalled = self._prices[at], boundary_times(self._case.trace, None)
         while self._left > 0 and self._price > _NEAR * kernels:
             heat = _HEAT * self._left / tries
-            other = _neighbour(rng, at, order)
+            other = _neighbour(rng, at, order, self._limits)
             if other in self._prices:
                 self._left -= _KNOWN
             price = self._try(other, (self._times, unstalled), now * (1 + _WORSE * heat))
@@ -201,14 +207,14 @@ class _Search:
         return seconds * (1 + over) ** _MILD, seconds * (1 + over) ** _STEEP
 
 
-def _neighbour(rng: random.Random, at: Wish, order: Sequence[int]) -> Wish:
+def _neighbour(
+    rng: random.Random, at: Wish, order: Sequence[int], limits: Mapping[str, Sequence[Any]]
+) -> Wish:
     """A mix like ``at`` but for a few values next to one another, or for one of its limits."""
     kind = rng.random()
     if kind < _LIMITS:
-        limits = {"reach": _REACHES, "stretch": _STRETCHES, "reserve": _RESERVES}
         name = rng.choice(sorted(limits))
-        changed = {"reach": at.reach, "stretch": at.stretch, "reserve": at.reserve}
-        return Wish(at.values, **(changed | {name: rng.choice(limits[name])}))
+        return replace(at, **{name: rng.choice(limits[name])})
     first = rng.randrange(len(order))
     return replace(at, values=at.values ^ frozenset(order[first : first + rng.choice(_TURNED)]))
 
@@ -230,7 +236,10 @@ def _parts(trace: Trace, mixer: Mixer) -> list[frozenset[int]]:
 def _leanest(mixer: Mixer) -> Away:
     """Of the plans that keep nothing, the one with the lowest peak."""
     every = frozenset(mixer.cost)
-    wishes = [Wish(frozenset()), *(Wish(every, stretch) for stretch in _STRETCHES)]
+    # A replay leaves no byte, an encoding a few, so without encodings the peak can be lower.
+    both = (True, False) if mixer.encodings else (True,)
+    wishes = [Wish(every, stretch, encodes=it) for it in both for stretch in _STRETCHES]
+    wishes = [Wish(frozenset()), *wishes]
     return max((mixer.away(wish) for wish in wishes), key=mixer.room)
 
 

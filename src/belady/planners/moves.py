@@ -9,8 +9,9 @@ from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
 from belady.errors import TierError
+from belady.ir.encoding import encoding_of
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Budget, Offload
+from belady.ir.plan import Budget, Encode, Offload
 from belady.ir.residency import next_anchor
 from belady.ir.trace import Tier, Trace, Value
 from belady.simulate.engine import routes
@@ -72,6 +73,21 @@ def movable(trace: Trace) -> tuple[int, ...]:
     for index in trace.saved:
         groups.setdefault(trace.values[index].storage, []).append(index)
     return tuple(sorted(i for group in groups.values() if _gains(trace, group) for i in group))
+
+
+def encodings(case: Case, values: Iterable[int]) -> dict[int, Encode]:
+    """Those of ``values`` that fit into fewer bytes, held so from their save to their first read.
+
+    Rounded as the allocator does, small ones may save nothing.
+    """
+    found: dict[int, Encode] = {}
+    for index in values:
+        value, held = case.trace.values[index], case.hardware.allocator.held
+        encoding = encoding_of(case.trace, index)
+        saved = held(case.trace.storages[value.storage].nbytes)
+        if encoding is not None and value.first_read is not None and held(encoding.nbytes) < saved:
+            found[index] = Encode(*encoding, value.first_save, value.first_read)
+    return found
 
 
 def select(trace: Trace, wanted: Callable[[int], bool]) -> tuple[int, ...]:

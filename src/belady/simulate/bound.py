@@ -1,4 +1,4 @@
-"""How fast any plan of Keep, Offload and Recompute could be: a linear relaxation.
+"""How fast any plan of Keep, Offload, Recompute and Encode could be: a linear relaxation.
 
 The starts and ends of chosen ops cut the iteration into segments. In each, bytes may be copied
 out and in by fractions of a value, as long as the links have the time, or made again, which takes
@@ -71,7 +71,7 @@ class Bound:
 
 
 def bound(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Bound:
-    """Bound the seconds of every plan of Keep, Offload and Recompute within ``budget``.
+    """Bound the seconds of every plan of Keep, Offload, Recompute and Encode within ``budget``.
 
     Host and disk budgets are not considered, which can only make the bound lower.
 

@@ -13,6 +13,7 @@ from enum import IntEnum
 from itertools import pairwise
 
 from belady.errors import PlanMismatchError, TierError
+from belady.ir.codecs import passes
 from belady.ir.hardware import HardwareProfile, Link
 from belady.ir.plan import Decision, Encode, Managed, Offload, Plan, Recompute
 from belady.ir.replay import compared_share, sources
@@ -239,7 +240,7 @@ class _Issuer:
             self._pass_over(value, boundary)
 
     def _pass_over(self, value: int, boundary: int) -> None:
-        """The device reads all bytes of a value, and writes those of an encoding.
+        """The device reads all bytes of a value, or writes them, and those of an encoding.
 
         Of a replay it does so in some iterations: their share of the seconds is in each. The host
         takes the value over, and makes it again, in all of them.
@@ -247,7 +248,8 @@ class _Issuer:
         decision = self.plan.decisions[value]
         nbytes = self.trace.storages[self.trace.values[value].storage].nbytes
         if isinstance(decision, Encode):
-            nbytes += decision.nbytes
+            both = passes(decision, nbytes)
+            nbytes = both.decode if boundary == decision.decode_at else both.encode
         elif isinstance(decision, Managed):
             nbytes += nbytes
         share = compared_share(self.trace) if isinstance(decision, Recompute) else 1.0

@@ -8,7 +8,10 @@ from itertools import pairwise
 from math import inf
 
 from belady.errors import TierError
+from belady.ir.codecs import passes
+from belady.ir.encoding import encoding_of
 from belady.ir.hardware import HardwareProfile, Link
+from belady.ir.plan import Encode
 from belady.ir.replay import closure, seconds_of
 from belady.ir.residency import reload_end
 from belady.ir.trace import Tier, Trace, Value
@@ -30,7 +33,7 @@ class Movable:
     release, deadline
         Boundaries between which both copies happen; a replay happens at the deadline.
     again_s
-        Least seconds of compute that it takes to have the bytes made again instead.
+        Least seconds of compute that it takes to have the bytes made again instead, or decoded.
     """
 
     value: int
@@ -84,7 +87,7 @@ def movable(trace: Trace, hardware: HardwareProfile, links: Ports) -> list[Movab
                 found.append(Movable(value, start, end, nbytes))
             elif nbytes:
                 times = trace.values[value].first_save, _last(trace.values[value])
-                again_s = _again(trace, value)
+                again_s = min(_again(trace, value), _decoded(trace, hardware, value))
                 if links.out or again_s < inf:
                     new = Movable(value, start, end, nbytes, out_s, in_s, *times, again_s)
                     found.append(new)
@@ -94,6 +97,22 @@ def movable(trace: Trace, hardware: HardwareProfile, links: Ports) -> list[Movab
 def _again(trace: Trace, value: int) -> float:
     replay = closure(trace, value, lambda _: True, len(trace.ops))
     return inf if replay is None else seconds_of(trace, replay)
+
+
+def _decoded(trace: Trace, hardware: HardwareProfile, value: int) -> float:
+    """Seconds of decoding, as if all bytes had been saved at the price of those that are.
+
+    What encoding takes comes earlier, where it gives copies time: without it the bound is lower.
+    """
+    encoding, read = encoding_of(trace, value), trace.values[value].first_read
+    if encoding is None or read is None:
+        return inf
+    nbytes = trace.storages[trace.values[value].storage].nbytes
+    decision = Encode(*encoding, trace.values[value].first_save, read)
+    seconds = hardware.memory_seconds(passes(decision, nbytes).decode)
+    held = hardware.allocator.held(nbytes)
+    left = hardware.allocator.held(encoding.nbytes)
+    return seconds * held / (held - left) if left < held else inf
 
 
 def _last(value: Value) -> int:

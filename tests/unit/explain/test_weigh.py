@@ -81,6 +81,24 @@ def test_without_any_other_choice_there_is_no_next_best() -> None:
     assert "op 0 op0 in module 'stem' (forward) makes it and is not replayable" in again.problems[0]
 
 
+def test_fewer_bytes_are_a_choice_where_they_can_be() -> None:
+    # Device memory reads and writes a page a second; bools that a comparison made are bits.
+    trace = a_trace()
+    ops = (replace(trace.ops[0], name="aten.gt.Scalar"), *trace.ops[1:])
+    (value,) = trace.values
+    bools = replace(value, saves=(replace(value.saves[0], dtype="bool"),))
+    hardware = gpu()
+    within = replace(hardware.links[0], target=Tier.DEVICE, path="device")
+    hardware = replace(hardware, links=(*hardware.links, within))
+    run = run_of(replace(trace, ops=ops, values=(bools,)), hardware=hardware)
+    found = choice(weighed(run), "encode (bits)")
+    assert found.detail == "in 1.50 KiB until op 3"
+    assert found.outcome is not None
+    # Eight elements a byte: 3 pages read, four times as many passed, 3/8 written; 6 3/8 to decode.
+    assert found.outcome.seconds == 9 + (15 + 3 / 8) + (6 + 3 / 8)
+    assert "encode (bits)" not in [it.name for it in weighed(run_of(trace)).choices]
+
+
 def test_each_tier_is_a_choice_with_its_own_seconds() -> None:
     # Through the host to the disk: out in 3 + 6 s from 4 s to 13 s, back in 6 + 3 s to 22 s.
     found = weighed(run_of(a_trace(), hardware=gpu(disk_pages_per_s=0.5)))

@@ -49,6 +49,15 @@ def one_value(*, released: int = 2, nbytes: int = 100, reads: tuple[int, ...] = 
     return trace_of(8, [transient(nbytes, 0, released, 7), transient(1, 0, 8, 8)], [value, other])
 
 
+def one_mask() -> Trace:
+    """A value of bools that a comparison makes, in an iteration that is followed."""
+    trace = one_value()
+    ops = (replace(trace.ops[0], name="aten.gt.Scalar", replayable=True), *trace.ops[1:])
+    saves = tuple(replace(it, dtype="bool") for it in trace.values[0].saves)
+    values = (replace(trace.values[0], saves=saves), *trace.values[1:])
+    return replace(trace, ops=ops, values=values)
+
+
 def judged(
     trace: Trace, decision: Decision, hardware: HardwareProfile = GPU, budget: Budget = ROOMY
 ) -> Verdict:
@@ -160,9 +169,15 @@ def test_boundaries_must_not_decrease(move: Offload) -> None:
 
 @pytest.mark.parametrize(("encode", "decode"), [(0, 6), (3, 2), (1, 7)])
 def test_an_encoding_lies_between_save_and_read(encode: int, decode: int) -> None:
-    verdict = judged(one_value(), Encode("narrow", 25, encode, decode))
+    verdict = judged(one_mask(), Encode("bits", 13, encode, decode))
     assert f"encoded at {encode} and decoded at {decode}" in messages(verdict)
-    assert judged(one_value(), Encode("narrow", 25, 1, 6)).ok
+    assert judged(one_mask(), Encode("bits", 13, 1, 6)).ok
+
+
+@pytest.mark.parametrize("decision", [Encode("bits", 12, 1, 6), Encode("sign", 13, 1, 6)])
+def test_an_encoding_is_one_that_gives_back_what_is_asked_for(decision: Encode) -> None:
+    assert "no encoding" in messages(judged(one_value(), decision))
+    assert "is 'bits' in 13 bytes" in messages(judged(one_mask(), decision))
 
 
 @pytest.mark.parametrize("kind", [StorageKind.PARAMETER, StorageKind.BUFFER])

@@ -9,7 +9,7 @@ import pytest
 
 from belady.ir.legality import check
 from belady.ir.plan import Decision, Encode, Offload, Recompute
-from belady.ir.replay import sources
+from belady.ir.replay import reasons, sources
 from belady.ir.trace import Phase, Save, StorageKind, Tier, Trace
 from tests.support.builder import OpSpec, build_trace
 from tests.unit.ir.moments import GPU, ROOMY, plan_of
@@ -54,6 +54,12 @@ def with_storage(trace: Trace, index: int, **changes: Any) -> Trace:
 def with_save(trace: Trace, index: int, **changes: Any) -> Trace:
     (save,) = trace.values[index].saves
     return with_value(trace, index, saves=(replace(save, **changes),))
+
+
+def masked(trace: Trace) -> Trace:
+    """The trace with a comparison as op 1, whose result can be held in bits."""
+    named = with_op(trace, 1, name="aten.gt.Scalar")
+    return with_save(named, of(trace, 1), dtype="bool")
 
 
 def refused(trace: Trace, decision: Decision = AGAIN, **others: Decision) -> list[str]:
@@ -279,15 +285,30 @@ def test_a_source_made_again_is_still_to_be_read() -> None:
         (Offload(Tier.HOST, 1, 3, 6, 7), ""),
         (Offload(Tier.HOST, 1, 3, 5, 6), ""),
         (Offload(Tier.HOST, 1, 3, 7, 7), "comes back to the device at 7, after boundary 6"),
-        (Encode("narrow", 100, 2, 6), ""),
-        (Encode("narrow", 100, 2, 7), "is decoded at 7 only, after boundary 6"),
+        (Encode("bits", 128, 2, 6), ""),
+        (Encode("bits", 128, 2, 7), "is decoded at 7 only, after boundary 6"),
     ],
 )
 def test_a_source_is_on_the_device(decision: Decision, why: str) -> None:
-    trace = chain()
+    trace = masked(chain())
     source = of(trace, 1)
     found = refused(trace, op1=decision)
     assert found == [f"{trace.locate(2)} reads value {source}, which {why}"] * bool(why)
+
+
+def test_nothing_starts_from_signs() -> None:
+    trace = chain()
+    decisions = {of(trace, 1): Encode("sign", 128, 2, 6), of(trace, 2): AGAIN}
+    ((message, op),) = reasons(trace, of(trace, 2), decisions)
+    assert op == 2
+    assert message.endswith("which comes back as signs alone")
+
+
+def test_an_encoded_source_is_still_to_be_read() -> None:
+    trace = masked(chain())
+    early = with_save(trace, of(trace, 1), reads=(5,))
+    (message,) = refused(early, op1=Encode("bits", 128, 2, 5))
+    assert message.endswith("is read for the last time before boundary 6, and then let go")
 
 
 def test_a_source_that_has_been_read_for_the_last_time_may_be_gone() -> None:

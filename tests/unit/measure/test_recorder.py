@@ -141,6 +141,41 @@ def test_what_backward_needs(forward: Any, name: str, needs: set[Need]) -> None:
     assert {use.need for value in it.values for use in value.uses if use.op == at} == needs
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: F.max_pool2d(x, 3, 2, 1),
+        lambda x: F.adaptive_max_pool2d(x, 3),
+        lambda x: F.avg_pool2d(x, 3, 2, 1),
+        lambda x: F.adaptive_avg_pool2d(x, 3),
+        lambda x: F.max_pool3d(x[:, None], 2),
+        lambda x: F.adaptive_max_pool3d(x[:, None], 2),
+        lambda x: F.avg_pool3d(x[:, None], 2),
+        lambda x: F.adaptive_avg_pool3d(x[:, None], 2),
+    ],
+    ids=["max", "amax", "avg", "aavg", "max3d", "amax3d", "avg3d", "aavg3d"],
+)
+def test_the_backward_of_a_pooling_reads_nothing_of_its_input(
+    pool: Any, layout: torch.memory_format, device: str
+) -> None:
+    x = torch.randn(2, 8, 12, 12, device=device).contiguous(memory_format=layout)
+    x.requires_grad_()
+    y = pool(x)
+    gradient = torch.randn_like(y)
+    (expected,) = torch.autograd.grad(y, x, gradient, retain_graph=True)
+    it = recorder()
+    with it:
+        torch.autograd.grad(y, x, gradient, retain_graph=True)
+    needs = {use.need for value in it.values for use in value.uses}
+    assert Need.SHAPE in needs
+    with torch.no_grad():
+        x.data.fill_(torch.nan)
+    (found,) = torch.autograd.grad(y, x, gradient)
+    assert torch.equal(found, expected)
+
+
 def test_phases_follow_autograd() -> None:
     layer = nn.Linear(2, 2)
     it = recorder()

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from belady.memory.codecs import decode, encode
+from belady.memory import codecs
+from belady.memory.codecs import decode, encode, encode_as
 
 
 def assert_restores(tensor: torch.Tensor) -> None:
@@ -128,6 +129,51 @@ def test_decoded_memory_is_its_own() -> None:
     decode(encoded).zero_()
     tensor.zero_()
     assert torch.equal(decode(encoded), torch.arange(10))
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("piece", [codecs.PIECE, 24])
+def test_of_signs_comes_back_what_the_gradient_of_a_relu_asks(
+    dtype: torch.dtype, piece: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs, "PIECE", piece)
+    odd = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-38, -1e-38, 6e-8]
+    for count in (1, 7, 8, 9, 24, 25, 100):
+        generator = torch.Generator().manual_seed(count)
+        values = torch.randn(count, generator=generator).to(dtype)
+        values[: len(odd)] = torch.tensor(odd, dtype=dtype)[:count]
+        values = values.to(device)
+        encoded = encode_as("sign", values)
+        assert encoded.nbytes == -(-count // 8)
+        back, gradient = decode(encoded), torch.randn(count, generator=generator).to(values)
+        assert (back.dtype, back.device, back.shape) == (dtype, values.device, values.shape)
+        asked = torch.ops.aten.threshold_backward.default
+        assert torch.equal(asked(gradient, back, 0), asked(gradient, values, 0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("piece", [codecs.PIECE, 64])
+@pytest.mark.parametrize("codec", ["bits", "uint8", "uint16", "int32"])
+def test_as_a_plan_says(
+    codec: str, piece: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs, "PIECE", piece)
+    most = {"bits": 2, "uint8": 1 << 8, "uint16": 1 << 16, "int32": 1 << 31}[codec]
+    tensor = torch.randint(0, most, (3, 5, 67), device=device)
+    tensor.view(-1)[0], tensor.view(-1)[1] = 0, most - 1
+    tensor = tensor.permute(2, 0, 1)
+    tensor = tensor.bool() if codec == "bits" else tensor
+    encoded = encode_as(codec, tensor)
+    size = -(-tensor.numel() // 8) if codec == "bits" else tensor.numel() * encoded.data.itemsize
+    assert encoded.nbytes == size
+    back = decode(encoded)
+    assert back.stride() == tensor.stride()
+    assert torch.equal(back, tensor)
 
 
 @pytest.mark.gpu

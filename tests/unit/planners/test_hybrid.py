@@ -10,7 +10,7 @@ import pytest
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.legality import check
-from belady.ir.plan import Budget, Offload, Plan, Recompute
+from belady.ir.plan import Budget, Encode, Offload, Plan, Recompute
 from belady.ir.replay import sources
 from belady.ir.trace import Tier, Trace
 from belady.planners import plan, smallest_budget
@@ -36,6 +36,14 @@ def chain(blocks: int, *, replayable: bool = True, device: str = "cuda") -> Trac
         replayable=replayable,
     )
     return build_trace([conv, norm, relu] * blocks, device=device)
+
+
+def masked(blocks: int) -> Trace:
+    """Layers that save large masks, which no replay makes again."""
+    layer = OpSpec(nbytes=50 * MB, device_us=500, parameter_bytes=MB)
+    norm = OpSpec(nbytes=50 * MB, device_us=100, replayable=True)
+    mask = OpSpec(nbytes=100 * MB, device_us=60, saves_input=False, saves_output=True, mask=True)
+    return build_trace([layer, norm, mask] * blocks)
 
 
 def budgets(trace: Trace, hardware: HardwareProfile, *shares: float) -> list[Budget]:
@@ -98,7 +106,7 @@ def test_without_replays_it_is_the_lifetime_policy() -> None:
     trace, hardware = chain(12, replayable=False), gpu()
     for budget in budgets(trace, hardware, 0.1, 0.5):
         made, copies = (plan(policy, trace, hardware, budget) for policy in ("hybrid", "lifetime"))
-        assert made == replace(copies, planner="hybrid/6")
+        assert made == replace(copies, planner="hybrid/7")
 
 
 def test_a_link_that_hides_every_copy_leaves_nothing_to_recompute() -> None:
@@ -253,3 +261,27 @@ def test_mixes_whose_blocks_do_not_fit_lead_to_those_that_do(
     monkeypatch.setattr("belady.planners.hybrid.excess", excess)
     made = plan("hybrid", trace, hardware, budget)
     assert made.predicted_seconds < 1.05 * fastest.predicted_seconds
+
+
+def test_masks_are_held_in_bits_where_copies_would_be_waited_for() -> None:
+    trace, hardware = masked(20), gpu()
+    for budget in budgets(trace, hardware, 0.2, 0.5):
+        made = plan("hybrid", trace, hardware, budget)
+        encoded = [it for it in made.assignments if isinstance(it.decision, Encode)]
+        assert len(encoded) >= 5
+        assert all(it.reason.startswith("encoded: ") for it in encoded)
+        least = bound(trace, hardware, budget).seconds
+        assert least <= made.predicted_seconds <= 1.1 * least
+
+
+def test_with_encodings_plans_are_faster_and_no_budget_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace, hardware = masked(20), gpu()
+    asked = budgets(trace, hardware, 0.0, 0.2, 0.5)
+    found = [seconds("hybrid", trace, hardware, budget) for budget in asked]
+    monkeypatch.setattr("belady.planners.mix.encodings", lambda *_: {})
+    without = [seconds("hybrid", trace, hardware, budget) for budget in asked]
+    assert smallest_budget("hybrid", trace, hardware, PLENTY) >= asked[0].device_bytes
+    assert all(one <= other for one, other in zip(found, without, strict=True))
+    assert found[1] < 0.95 * without[1]

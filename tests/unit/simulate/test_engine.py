@@ -186,7 +186,7 @@ def test_a_wait_at_the_end_has_no_op() -> None:
 
 def test_codecs_take_the_bandwidth_of_device_memory() -> None:
     trace = trace_of([1, 1, 1], [(4, 0, 2)])
-    plan = plan_of(trace, Encode("narrow", 1, 1, 2))
+    plan = plan_of(trace, Encode("uint8", 1, 1, 2))
     fast = machine(link(Tier.DEVICE, Tier.DEVICE, path="hbm"))
     assert simulate(trace, fast, plan).seconds == simulate(trace, fast, plan).compute_seconds == 13
     assert simulate(trace, gpu(), plan).seconds == 3
