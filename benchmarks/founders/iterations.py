@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from belady.eager import cutting, ordering
+from belady.eager import cutting
 from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
+from belady.ordered.policies import ALWAYS, AS_NEEDED
 from belady.ordered.wrap import ordered
 from belady.planners.sectioning import sections_for
 from belady.sections.allowed import reasons
@@ -31,9 +32,9 @@ class Way(NamedTuple):
 class Iteration:
     """One network on one machine: as it is, in the coordinated order, in slices.
 
-    What a policy may do is what `belady.eager.ordering` and `belady.eager.cutting` do for it. Only
-    ops are asked whether a section may be cut; the engine tries it on numbers as well. ``slower``
-    and ``heavier`` say how many times as long each op takes, and each byte that moves.
+    What a policy may do is what `belady.ordered.policies` and `belady.eager.cutting` say. Only ops
+    are asked whether a section may be cut; the engine tries it on numbers as well. ``slower`` and
+    ``heavier`` say how many times as long each op takes, and each byte that moves.
     """
 
     def __init__(self, machine: str, net: Net, slower: float = 1.0, heavier: float = 1.0) -> None:
@@ -46,9 +47,9 @@ class Iteration:
 
     def ways(self, policy: str, nbytes: int | None) -> Iterator[Way]:
         """What ``policy`` may try one after another until it fits in ``nbytes``; None: uncut."""
-        if policy not in ordering.ALWAYS:
+        if policy not in ALWAYS:
             yield self.plain
-        if policy in ordering.ALWAYS | ordering.AS_NEEDED:
+        if policy in ALWAYS | AS_NEEDED:
             yield self.ordered
         if policy in cutting.POLICIES and nbytes is not None:
             if nbytes not in self._cut:

@@ -13,7 +13,6 @@ import torch
 from belady._version import __version__
 from belady.eager.conductor import Conductor
 from belady.eager.limits import Limits, open_machine, out_of_memory
-from belady.eager.ordering import ALWAYS
 from belady.eager.tracker import Tracker
 from belady.errors import ReplayError
 from belady.ir.hardware import HardwareProfile
@@ -244,11 +243,10 @@ class VirtualMemory:
         engine, policy = self._limits.engine, self._limits.policy
         if engine == "eager":
             return Tracker(self._conductor, self._ended, cuts=self._limits.cuts)
-        if policy in (*ALWAYS, *MANAGING):
-            order = "puts the ops of backward in another order"
-            does = order if policy in ALWAYS else "moves values in managed memory"
+        if policy in MANAGING:
             raise ValueError(
-                f"policy {policy!r} {does}, which engine={engine!r} does not: use engine='eager'"
+                f"policy {policy!r} moves values in managed memory, which engine={engine!r} does "
+                "not: use engine='eager'"
             )
         # Not before it is needed: Dynamo takes a second to load.
         from belady.graph.roots import Roots

@@ -12,16 +12,8 @@ from belady.eager.limits import foreseen, refuse_infeasible
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.measure.stages import Policy
+from belady.ordered.policies import ALWAYS, AS_NEEDED, BY_NEED, BY_POLICY, said
 from belady.ordered.wrap import ordered
-
-ALWAYS = frozenset({"layrub_intra", "layrub_hybrid"})
-AS_NEEDED = frozenset({"auto"})
-
-_WHAT = (
-    "convolutions and linear layers take the gradients of their parameters first, and ReLUs the "
-    "signs of their outputs, so that the gradient of the input takes the input's place ({}): "
-    "results are the same"
-)
 
 
 class Ordering:
@@ -43,7 +35,7 @@ class Ordering:
         """Order the layers of the roots if the policy always does."""
         if self._policy.name in ALWAYS:
             for root in roots:
-                self._put(root, "as the policy has it")
+                self._put(root, BY_POLICY)
 
     def answer(
         self, refusal: InfeasibleBudgetError, module: nn.Module, call: tuple[Any, Any]
@@ -57,7 +49,7 @@ class Ordering:
         """
         if self._policy.name not in AS_NEEDED or module in self._undo:
             return refusal
-        self._put(module, "the budget is too small otherwise")
+        self._put(module, BY_NEED)
         try:
             trace = foreseen(module, call)
             if trace is not None:
@@ -94,4 +86,4 @@ class Ordering:
     def _put(self, module: nn.Module, why: str) -> None:
         if module not in self._undo:
             self._undo[module] = ordered(module)
-            self.said = [_WHAT.format(why)]
+            self.said = [said(why)]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from belady.errors import GraphError, TraceError
+from belady.errors import TraceError
 from belady.graph import autograd, doors
 from belady.graph.bits import in_part, reached, summed
 from belady.graph.contents import Contents
@@ -165,6 +165,11 @@ class Captured:
             raise RuntimeError("this graph was not cut by the graph engine")
         return program_of(self.joint, self.layout)
 
+    def put(self, joint: Joint) -> None:
+        """Go on with another joint graph, with the same inputs and results."""
+        self.joint, self.layout = joint, Layout.of(joint, self._host.device)
+        self.__dict__.pop("as_saved", None)
+
     def partition(
         self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -181,8 +186,7 @@ class Captured:
             refuse_sums(parts)
         self.summed = summed(parts)
         self.reached = () if self._opaque else reached(parts)
-        layout = Layout.of(parts, self._host.device)
-        self.joint, self.layout = parts, layout
+        self.put(parts)
         self._host.captured(self)
         return doors.stubs(
             parts.primals, parts.tangents, parts.forward_outputs, parts.backward_outputs
@@ -283,17 +287,10 @@ def _backward(args: list[Any]) -> list[Any]:
     host.enter_backward(state, args)
     keep = autograd.keeps_graph()
     if keep:
-        autograd.when_asked_for_more(_refuse_second_order)
+        autograd.when_asked_for_more(autograd.refuse_second_order)
     saved = state.take(keep=keep)
     with below_autograd():
         results = turn.program.backward(saved, args, turn.contents, turn.watch)
     results = state.graph.left_none(results)
     host.left_backward(state, results)
     return results
-
-
-def _refuse_second_order() -> None:
-    raise GraphError(
-        "the gradients of a captured graph have no graph of their own: create_graph=True (a "
-        "gradient of a gradient) needs engine='eager'"
-    )

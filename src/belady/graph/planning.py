@@ -13,6 +13,7 @@ from belady.graph import convolutions
 from belady.graph.bits import Bits
 from belady.graph.capture import Captured
 from belady.graph.kinds import Force, Kind
+from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.seams import at_seams, fuses
 from belady.graph.trace import draw
@@ -66,6 +67,7 @@ class Planning:
         self._hardware = hardware
         self._carrier = carrier
         self.bits = Bits(exact=policy.exact)
+        self._ordering = Ordering(policy.name)
         self._verification = (
             Verification(policy, hardware)
             if inductor is None
@@ -78,7 +80,13 @@ class Planning:
     def notes(self) -> list[str]:
         """What a user should know of plans and kernels, one sentence each."""
         compiling = [] if self._inductor is None else self._inductor.notes
-        return [*self.bits.notes, *self._told, *self._verification.notes, *compiling]
+        return [
+            *self._ordering.said,
+            *self.bits.notes,
+            *self._told,
+            *self._verification.notes,
+            *compiling,
+        ]
 
     @property
     def recomputes(self) -> bool:
@@ -101,18 +109,37 @@ class Planning:
         """
         known = self._floors.get((graph, watched))
         if known is None:
-            names = Names()
-            lasting = Lasting.of(self._modules, names, self._carrier.device)
-            forward = part_of(graph, 0, args, names, lasting)
-            tangents: list[int | None] = [-1 - i for i in range(len(forward.joint.tangents))]
-            backward = Part(0, "", forward.joint, forward.layout, False, tangents, {})
-            seen = set(forward.inputs)
-            unseen = sum(n for name, n in lasting.sizes.items() if name not in seen)
-            drawn = self._may_run_again(draw([forward, backward], self._carrier.device, unseen))
-            plan = self._telling(drawn, self._first_plan(drawn))
-            known = Force.of([graph], drawn, plan, watched=watched)
+            self._ordering.begin(graph)
+            try:
+                known = self._floor(graph, args, watched)
+            except InfeasibleBudgetError as refusal:
+                if not self._ordering.may_help(graph):
+                    raise
+                known = self._in_order(graph, args, watched, refusal)
             self._floors[graph, watched] = known
         return known
+
+    def _in_order(
+        self, graph: Captured, args: Sequence[Any], watched: bool, refusal: InfeasibleBudgetError
+    ) -> Force:
+        """The floor of a graph that is refused, in the coordinated order."""
+        try:
+            with self._ordering.tried(graph):
+                return self._floor(graph, args, watched)
+        except InfeasibleBudgetError as error:
+            raise min(error, refusal, key=lambda it: it.smallest_bytes) from None
+
+    def _floor(self, graph: Captured, args: Sequence[Any], watched: bool) -> Force:
+        names = Names()
+        lasting = Lasting.of(self._modules, names, self._carrier.device)
+        forward = part_of(graph, 0, args, names, lasting)
+        tangents: list[int | None] = [-1 - i for i in range(len(forward.joint.tangents))]
+        backward = Part(0, "", forward.joint, forward.layout, False, tangents, {})
+        seen = set(forward.inputs)
+        unseen = sum(n for name, n in lasting.sizes.items() if name not in seen)
+        drawn = self._may_run_again(draw([forward, backward], self._carrier.device, unseen))
+        plan = self._telling(drawn, self._first_plan(drawn))
+        return Force.of([graph], drawn, plan, watched=watched)
 
     def _first_plan(self, drawn: Drawn) -> Plan:
         """The floor, or what the policy has that takes less."""

@@ -42,7 +42,7 @@ class Tier(StrEnum):
 
 
 class Need(StrEnum):
-    """What a use needs of a value."""
+    """What a use needs of a value; SIGN is whether it is positive, if it is not negative."""
 
     VALUES = "values"
     SIGN = "sign"

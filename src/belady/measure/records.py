@@ -10,6 +10,7 @@ import torch
 
 from belady.ir.trace import Mode, Need, Phase, StorageKind, Use
 
+_UNEQUAL = "aten.ne.Scalar"
 _THRESHOLD = "aten.threshold_backward.default"
 # Where the gradient of a pooling goes, the indices or its geometry say.
 _POOLINGS = frozenset(
@@ -97,6 +98,8 @@ def need_of(name: str, args: tuple[Any, ...], position: int) -> Need:
     """What op ``name`` reads of its tensor operand ``position``, when that can be less than all."""
     if name == _THRESHOLD and position == 1 and args[2:] == (0,):
         return Need.SIGN  # the gradient of relu asks whether its result is positive
+    if name == _UNEQUAL and position == 0 and args[1:] == (0,):
+        return Need.SIGN  # so does this, of a value that is never below zero
     if name in _POOLINGS and position == 1:
         return Need.SHAPE
     return Need.VALUES

@@ -19,7 +19,7 @@ _PARTS, _LEAST = 32, 1 << 12
 
 def fits(layer: nn.ReLU, x: Tensor) -> bool:
     """Whether a call that may differ gives the same bits, or the same error."""
-    return not layer.inplace or (not (x.is_leaf or x._is_view()) and _is_dense(x))
+    return not layer.inplace or (not (x.is_leaf or x._is_view()) and is_dense(x))
 
 
 def call(layer: nn.ReLU, x: Tensor) -> Tensor:
@@ -89,7 +89,8 @@ class _Relu(torch.autograd.Function):
             return _passed(gradient, output), None
         if not _is_kept():
             ctx.positive = None
-        if _goes_by_parts(gradient, positive):
+        # What goes by parts has no gradient of its own.
+        if goes_by_parts(gradient, positive) and not torch.is_grad_enabled():
             return torch.ops.belady.passed_by_sign(gradient, positive), None
         return _passed(gradient, positive), None
 
@@ -105,7 +106,8 @@ def _is_kept() -> bool:
     return kept
 
 
-def _is_dense(x: Tensor) -> bool:
+def is_dense(x: Tensor) -> bool:
+    """Whether it lies dense in one of torch's formats."""
     # Signs lie dense, and a gradient is laid out after what it is compared with.
     return any(x.is_contiguous(memory_format=it) for it in _DENSE)
 
@@ -116,10 +118,9 @@ def _passed(gradient: Tensor, output: Tensor) -> Tensor:
     return found
 
 
-def _goes_by_parts(gradient: Tensor, positive: Tensor) -> bool:
-    # A CPU would make floats of all signs at once. What goes by parts has no gradient of its own.
-    alike = gradient.stride() == positive.stride()
-    return gradient.device.type == "cpu" and alike and not torch.is_grad_enabled()
+def goes_by_parts(gradient: Tensor, positive: Tensor) -> bool:
+    """Whether a gradient passes by signs part by part: a CPU would make floats of all at once."""
+    return gradient.device.type == "cpu" and gradient.stride() == positive.stride()
 
 
 def _passed_by_sign(gradient: Tensor, positive: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ both streams synchronised   ``free_at = n + 1``: what follows waits for the copy
 at the end of FWD(n)
 load-in of exactly one      ``copy_in_at`` = where the backward begins that comes before the one
 layer                       that reads the value; the read waits for it
-coordinated order (intra)   `belady.ordered`, which the engine puts in force for ``layrub_intra``
-                            and ``layrub_hybrid``: it is in the trace that they are given
+coordinated order (intra)   `belady.ordered`, or of graphs `belady.graph.coordinated`, which the
+                            engine puts in force for ``layrub_intra`` and ``layrub_hybrid``: it is
+                            in the trace that they are given
 sign of a ReLU's output as  the same, for `torch.nn.ReLU`; taken where the layer that reads the
 one byte an element         output lets go of it, and not in forward, where it would be held beside
                             the output, which that layer has saved
@@ -25,7 +26,8 @@ the paper's default, does both. All boundaries are rounded up to those at which 
 control.
 
 Not expressed: the fixed set of largest buffers that all layers use in turn (the caching allocator
-hands out blocks, and a trace counts what is held); the sign of a ReLU that is called as a function;
+hands out blocks, and a trace counts what is held); in the eager engine the sign of a ReLU that is
+called as a function;
 gradients that the branches of a fork share, and temporaries that norms share (autograd makes them).
 
 Source
