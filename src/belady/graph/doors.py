@@ -44,6 +44,12 @@ __all__ = [
     "tensors_on",
 ]
 
+# By default Dynamo does not notice hooks that come or go, and after eight sizes of a batch it lets
+# calls run as they are, which is without a budget here.
+_configured = torch._dynamo.config.patch(
+    skip_nnmodule_hook_guards=False, recompile_limit=256, accumulated_recompile_limit=1024
+)
+
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 _AUTOGRAD = torch._C.DispatchKey.Autograd
@@ -125,7 +131,7 @@ def compile_forward(
     """
     options: Any = {"backend": backend, "dynamic": False, "fullgraph": whole}
     compiled: Callable[..., Any] = torch.compile(_of_its_own(kind.forward), **options)
-    return compiled
+    return _configured(compiled)
 
 
 def _of_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
