@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import belady
+from belady.graph import doors
 from belady.graph.session import Session
 
 ROOM = 1 << 30
-# Dynamo captures code so often, and then never again.
+# By itself Dynamo captures code so often, and then never again.
 LIMIT = 8
 
 
@@ -66,7 +67,8 @@ def test_auto_captures_what_an_error_ended_before() -> None:
     assert model.norm.num_batches_tracked == 4
 
 
-def test_auto_goes_on_when_dynamo_gives_up_capturing() -> None:
+def test_auto_goes_on_when_dynamo_gives_up_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "_configured", torch._dynamo.config.patch(recompile_limit=LIMIT))
     model = layers()
     with belady.virtualize(model, ROOM, policy="floor", engine="auto") as vm:
         for size in range(2, 2 * LIMIT + 4):
