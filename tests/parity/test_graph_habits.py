@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -129,3 +130,26 @@ def test_the_report_says_that_a_second_backward_is_not_planned() -> None:
     assert run is None
     assert "a second backward through the same call (retain_graph=True) is not planned" in report
     assert "other bytes" not in report
+
+
+def test_two_iterations_that_errors_cut_short_are_no_habit() -> None:
+    def step(model: nn.Module, x: Tensor, kept: list[Tensor]) -> None:
+        kept.append(x)
+        loss = model(x).square().sum()
+        if len(kept) in (1, 3):
+            # It is still there when the next begins, as what an exception's frames refer to.
+            kept[0] = loss
+            raise KeyError
+        loss.backward()
+
+    def forgiving(model: nn.Module, x: Tensor, kept: list[Tensor]) -> None:
+        with suppress(KeyError):
+            step(model, x, kept)
+
+    def undisturbed(model: nn.Module, x: Tensor, kept: list[Tensor]) -> None:
+        model(x).square().sum().backward()
+
+    run, _ = within_the_smallest(undisturbed)
+    assert run is not None
+    run, _ = within(forgiving, run.plan.budget.device_bytes)
+    assert run is not None

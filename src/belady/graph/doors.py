@@ -130,8 +130,8 @@ def compile_forward(
     graph raises one of `NotCaptured` before anything of it runs.
     """
     options: Any = {"backend": backend, "dynamic": False, "fullgraph": whole}
-    compiled: Callable[..., Any] = torch.compile(_of_its_own(kind.forward), **options)
-    return _configured(compiled)
+    compiled: Callable[..., Any] = _configured(torch.compile(_of_its_own(kind.forward), **options))
+    return compiled
 
 
 def _of_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,6 +73,8 @@ class Kind(Progress):
         The plan in force, ready to be carried out.
     counting
         The same, watched, for the iteration whose bytes are counted; only on a CPU.
+    doubted
+        Whether no plan was found for what was observed, and it is observed once more.
     """
 
     graphs: tuple[Captured, ...] = ()
@@ -80,6 +82,7 @@ class Kind(Progress):
     warm: Drawn | None = None
     force: Force | None = None
     counting: Force | None = None
+    doubted: bool = False
 
     def same(self, graphs: Sequence[Captured], order: Order) -> bool:
         """Whether an iteration went as this kind goes."""
@@ -90,12 +93,22 @@ class Kind(Progress):
         super().observe_again()
         self.warm = self.force = self.counting = None
 
+    def doubt(self) -> None:
+        """Observe the kind anew, once."""
+        self.observe_again()
+        self.doubted = True
+
 
 def settled(drawn: Drawn, before: Drawn | None) -> Drawn:
     """What was drawn, with the smaller seconds of two observations."""
     if before is None:
         return drawn
     return replace(drawn, trace=undisturbed(drawn.trace, before.trace))
+
+
+def all_go_back(order: Order) -> bool:
+    """Whether every call had a backward."""
+    return {call for call, _ in order} == {call for call, forward in order if not forward}
 
 
 def goes_back_once(order: Order) -> bool:

@@ -12,7 +12,7 @@ from belady.errors import InfeasibleBudgetError
 from belady.graph import convolutions
 from belady.graph.bits import Bits
 from belady.graph.capture import Captured
-from belady.graph.kinds import Force, Kind
+from belady.graph.kinds import Force, Kind, all_go_back
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.seams import at_seams, fuses
@@ -161,7 +161,15 @@ class Planning:
         drawn = self._may_run_again(drawn)
         if self._inductor is not None:
             drawn = replace(drawn, trace=_fused(drawn.trace))
-        self._put_in_force(kind, drawn, self._verification.first(drawn.trace, *self._numerics))
+        try:
+            trial = self._verification.first(drawn.trace, *self._numerics)
+        except InfeasibleBudgetError:
+            # A forward without a backward may be what an error of the user's has cut short.
+            if kind.doubted or all_go_back(kind.order):
+                raise
+            kind.doubt()
+            return
+        self._put_in_force(kind, drawn, trial)
 
     def verify(self, kind: Kind) -> None:
         """Keep the plan that was measured, or put another in force."""
