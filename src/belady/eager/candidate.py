@@ -11,16 +11,19 @@ import torch
 from torch import nn
 
 from belady.errors import SectionError, TraceError
+from belady.ir.along import Dims
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
+from belady.measure.resized import samples_of
 from belady.sections.allowed import reasons
 from belady.sections.given import Shared, separated
 from belady.sections.stages import is_sequential
 from belady.sections.trial import trial
 
-# Slices in a trial at most: their samples are run as a whole too, where memory is scarce.
-_TRIED = 8
+# Slices in a trial at most: their samples are run as a whole too, where memory is scarce. Of
+# tokens, those of so many samples.
+_TRIED, _OF_SAMPLES = 8, 2
 
 Call = tuple[Any, Any]
 
@@ -36,62 +39,77 @@ class Candidate:
         Why what was asked about may not be cut, by the first module of it.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        trace: Trace,
-        inputs: _Inputs,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, module: nn.Module, call: Call, seen: _Seen, device: torch.device) -> None:
         self.module = module
-        self.trace = trace
-        self._inputs = inputs
+        self.trace = seen.trace
+        self._call = call
+        self._seen: dict[int, _Seen | None] = {0: seen}
         self._device = device
         self.refused: dict[str, str] = {}
-        self._known: dict[tuple[str, ...], bool] = {}
+        self._known: dict[tuple[tuple[str, ...], int], bool] = {}
 
     @classmethod
     def of(cls, module: nn.Module, call: Call, device: torch.device) -> Candidate | None:
         """Trace a call; None if only running it can tell."""
-        inputs: _Inputs = {}
-        try:
-            with _noting_inputs(module, inputs):
-                trace = static_trace_with_batch(module, call, device)
-        except TraceError:
-            return None
-        return cls(module, trace, inputs, device)
+        seen = _seen(module, call, device, 0)
+        return None if seen is None else cls(module, call, seen, device)
+
+    def dims(self, along: int) -> Dims | None:
+        """Where rows along a dimension are in what each op reads; None if that is not known."""
+        if along not in self._seen:
+            self._seen[along] = self._also_seen(along)
+        seen = self._seen[along]
+        return None if seen is None else [op.batch_dims for op in seen.trace.ops]
+
+    def _also_seen(self, along: int) -> _Seen | None:
+        seen = _seen(self.module, self._call, self._device, along)
+        if seen is not None and any(op.batch_dims for op in seen.trace.ops):
+            if [op.name for op in seen.trace.ops] == [op.name for op in self.trace.ops]:
+                return seen
+        if samples_of(self._call) == 1:
+            # Of more samples, what hinders slices along the batch says more.
+            self.refused[""] = (
+                "there is one sample, and where its tokens are is not known: one token less cannot "
+                "be traced, or runs other ops"
+            )
+        return None
 
     def may_cut(self, section: Section) -> bool:
         """Whether the modules of a section may run in slices, as a trial of them shows."""
-        if section.modules not in self._known:
+        key = section.modules, section.along
+        if key not in self._known:
             reason = self._reason(section)
             if reason:
                 self.refused.setdefault(section.modules[0], reason)
-            self._known[section.modules] = not reason
-        return self._known[section.modules]
+            self._known[key] = not reason
+        return self._known[key]
 
     def _reason(self, section: Section) -> str:
         """Why not; empty if it may."""
-        model, name = self.module, section.modules[0] or "the model"
-        calls = self._inputs.get(model.get_submodule(section.modules[0]), [])
-        # As traced, and with one sample more.
-        taken, larger = calls[0] if calls else "", calls[len(calls) // 2] if calls else ""
+        model, name, along = self.module, section.modules[0] or "the model", section.along
+        seen = self._seen.get(along)
+        if seen is None:
+            return f"where the {section.whole} are is not known"
+        calls = seen.inputs.get(model.get_submodule(section.modules[0]), [])
+        # As traced, and with one sample more or one token less.
+        taken, other = calls[0] if calls else "", calls[len(calls) // 2] if calls else ""
         owner = model.get_submodule(section.modules[0].rpartition(".")[0])
-        if len(section.modules) > 1 and owner not in self._inputs:
+        if len(section.modules) > 1 and owner not in seen.inputs:
             return f"{name} and those after it are called one by one"
-        if isinstance(taken, str) or isinstance(larger, str):
-            return str(taken or larger) or f"{name} is not called"
+        if isinstance(taken, str) or isinstance(other, str):
+            return str(taken or other) or f"{name} is not called"
         if not taken.dtype.is_floating_point:
             return f"{name} is not called with a tensor of floating-point numbers"
-        if larger.shape[0] != taken.shape[0] + 1:
-            return f"{name} is not called with the batch in the first dimension"
-        found = reasons(model, section, self.trace)
+        if other.shape[along] != taken.shape[along] + (-1 if along else 1):
+            which = "second" if along else "first"
+            return f"{name} is not called with the {section.whole} in the {which} dimension"
+        found = reasons(model, section, seen.trace)
         return found[0] if found else self._failure(section, taken)
 
     def _failure(self, section: Section, taken: _Input) -> str:
         few = replace(section, slices=min(section.slices, _TRIED))
         try:
-            sample = taken.sample(2 * few.slices, self._device)
+            sample = taken.sample(2 * few.slices, section.along, self._device)
             trial(self.module, few, sample, taken.shared.mapped(self._made_up))
         except SectionError as error:
             return str(error)
@@ -148,24 +166,42 @@ class _Input(NamedTuple):
     requires_grad: bool
     shared: Shared
 
-    def sample(self, count: int, device: torch.device) -> torch.Tensor:
-        """A few samples."""
-        shape = torch.Size((min(self.shape[0], count), *self.shape[1:]))
-        return _Like(shape, self.dtype).made_up(device).requires_grad_(self.requires_grad)
+    def sample(self, count: int, along: int, device: torch.device) -> torch.Tensor:
+        """A few samples, or a few tokens of these."""
+        few = [min(self.shape[0], _OF_SAMPLES)] if along else []
+        shape = (*few, min(self.shape[along], count), *self.shape[along + 1 :])
+        like = _Like(torch.Size(shape), self.dtype)
+        return like.made_up(device).requires_grad_(self.requires_grad)
 
 
 # Of each module its calls, or why they cannot be cut.
 _Inputs = dict[nn.Module, list[_Input | str]]
 
 
+class _Seen(NamedTuple):
+    """A trace of the root, and what its modules were called with there, and with other sizes."""
+
+    trace: Trace
+    inputs: _Inputs
+
+
+def _seen(module: nn.Module, call: Call, device: torch.device, along: int) -> _Seen | None:
+    inputs: _Inputs = {}
+    try:
+        with _noting_inputs(module, inputs, along):
+            return _Seen(static_trace_with_batch(module, call, device, along), inputs)
+    except TraceError:
+        return None
+
+
 @contextmanager
-def _noting_inputs(model: nn.Module, into: _Inputs) -> Iterator[None]:
+def _noting_inputs(model: nn.Module, into: _Inputs, along: int) -> Iterator[None]:
     """Take down what each module is called with."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls = into.setdefault(module, [])
         try:
-            given, shared = separated(type(module).__name__, args, kwargs)
+            given, shared = separated(type(module).__name__, args, kwargs, along)
         except SectionError as error:
             calls.append(str(error))
         else:

@@ -225,7 +225,9 @@ class Cutting:
     def _chosen(self, call: Candidate, share: float, copies: Sequence[int]) -> Sections | None:
         """Sections beside the most copies of what is trained that leave room for any."""
         asking, budget = with_workspaces(call.trace, share), self._policy.budget
-        search = Sectioning(asking, self._hardware, budget, chains(call.module), call.may_cut)
+        search = Sectioning(
+            asking, self._hardware, budget, chains(call.module), call.may_cut, call.dims
+        )
         allocator = self._hardware.allocator
         rooms = dict.fromkeys((*(room * self._allowed for room in _ROOM), _ROOM[-1]))
         for count, room in product(copies, rooms):
@@ -288,7 +290,7 @@ def _sentence(section: Section) -> str:
     ends = [it or "the model" for it in dict.fromkeys((section.modules[0], section.modules[-1]))]
     run = "run" if len(ends) > 1 else "runs"
     return (
-        f"{' to '.join(ends)} {run} in {section.slices} slices along the batch, since one op was "
+        f"{' to '.join(ends)} {run} in {section.slices} slices along the {section.whole}, since one op was "
         "over the budget, or would have been beside the workspace that it may ask for: results "
         "differ from plain PyTorch by the order of sums"
     )

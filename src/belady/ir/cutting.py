@@ -66,12 +66,13 @@ class Cut:
         writing, given = self.writing, self.stretch.given
         whole = writing.value(given, WHOLE)
         writing.extra("slice.Tensor", like, [whole])
-        if self.stretch.passed_on < 0:
+        if not self.stretch.copies:
             return
         writing.extra("clone.default", like, [whole])
         copy = writing.born(self._draft(self._share(given, part)))
         writing.name(given, part, copy)
-        writing.extra("view.default", like, [copy])
+        if self.stretch.passed_on >= 0:
+            writing.extra("view.default", like, [copy])
 
     def _issue(self, ops: Sequence[int], part: int) -> None:
         for at in ops:
@@ -213,7 +214,7 @@ class Cut:
             late = self.sums.late(own)
             own = [at for at in own if at not in late]
             for part in stretch.parts:
-                carried = self.sums.carried(own, part)
+                carried = [*self._gathered(part, like), *self.sums.carried(own, part)]
                 self.copied.read(stage, part, copies=True)
                 self._issue(own, part)
                 self.copied.read(stage, part, copies=False)
@@ -242,6 +243,17 @@ class Cut:
             if at not in done:
                 writing.copy(at)
         return stretch.backward[-1] + 1
+
+    def _gathered(self, part: int, like: Op) -> list[Draft]:
+        """Copy a slice of the gradient of what comes out, where its rows lie apart in the whole."""
+        if not self.stretch.scattered:
+            return []
+        gradient, writing = self.stretch.gradient, self.writing
+        whole = writing.value(gradient, WHOLE)
+        writing.extra("clone.default", like, [whole], origin=self.node)
+        copy = writing.born(self._draft(self._share(gradient, part)))
+        writing.name(gradient, part, copy)
+        return [writing.draft(copy)]
 
     def _totals(self, ops: Sequence[int]) -> list[int]:
         """Gradients of parameters that ``ops`` make, in the order in which the modules ran."""

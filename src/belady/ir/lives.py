@@ -149,13 +149,14 @@ class Lives:
         start = stretch.start(part) * rows * save.stride[dim]
         cut = _narrowed(save, dim, rows * stretch.samples, rows * stretch.size(part))
         if index == stretch.given:
-            if stretch.passed_on < 0:
+            if not stretch.copies:
                 # A view of what is there for all.
                 return replace(save, shape=cut.shape, offset=save.offset + start)
             return replace(cut, offset=0)
         if value.storage in stretch.drawn:
             # Drawn before, whatever drew it without sections.
-            return replace(cut, as_input=True, offset=save.offset + start)
+            offset = save.offset + start
+            return replace(cut, as_input=True, offset=offset, stride=save.stride)
         return cut
 
     # -- storages ----------------------------------------------------------------------------

@@ -116,16 +116,30 @@ Decision = Keep | Offload | Recompute | Encode | Managed
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Run ``modules``, one after another, in ``slices`` slices along the batch.
+    """Run ``modules``, one after another, in ``slices`` slices along the batch or the tokens.
 
     Attributes
     ----------
     modules
         Paths of one module, or of consecutive children of one ``torch.nn.Sequential``.
+    along
+        The dimension of what goes in and what comes out that is cut: 0 for the batch, 1 for the
+        tokens of each sample.
     """
 
     modules: tuple[str, ...]
     slices: int
+    along: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What a slice has several of."""
+        return "token" if self.along else "sample"
+
+    @property
+    def whole(self) -> str:
+        """All of them."""
+        return "tokens" if self.along else "batch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Do the ops of a section treat every sample by itself?"""
+"""Do the ops of a section treat every sample, or every token, by itself?"""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ELEMENTWISE = _names(
     "masked_fill masked_fill_ clone copy_ contiguous _to_copy empty_like zeros_like ones_like",
     "full_like",
 )
-# Along one dimension, which is not the batch's where it is named.
-_ALONG = _names("_softmax _log_softmax _safe_softmax")
+# Along some dimensions, of which none is the batch's where it is named.
+_ALONG = _names("_softmax _log_softmax _safe_softmax native_layer_norm _fused_rms_norm")
 # Whatever their arguments, these treat every row of the first dimension by itself, or leave the
 # rows in their order, so a sample may have several.
 _ROW_BY_ROW = _names(
     "convolution cudnn_convolution mkldnn_convolution slow_conv2d_forward",
-    "addmm mm linear bmm baddbmm embedding native_layer_norm native_group_norm",
+    "addmm mm linear bmm baddbmm embedding native_group_norm",
     "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d",
     "adaptive_max_pool2d adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d",
     "upsample_nearest1d upsample_nearest2d upsample_bilinear2d pixel_shuffle pixel_unshuffle",
@@ -63,12 +63,15 @@ _NORMS = _names(
     "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _batch_norm_with_update"
 )
 _APART = _ANYWHERE | _ROW_BY_ROW | _DRAWS | _FIRST | _NORMS
-_GIVEN_BACK = "gives each sample back what backward has summed up over all"
-_NOT_FIRST = "does not have the batch in the first dimension of what it reads"
+# {one} is a sample or a token, {all} is all of them.
+_GIVEN_BACK = "gives each {one} back what backward has summed up over all"
+_NOT_FIRST = "does not have the {all} in the {nth} dimension of what it reads"
 _ACROSS = (
-    "acts across samples, is given a number that comes from how many there are, or does not have "
+    "acts across {one}s, is given a number that comes from how many there are, or does not have "
     "them in their order along one dimension of what it reads"
 )
+_ELSEWHERE = "is not known to act on each {one} by itself where it has them in what it reads"
+_NTH = ("first", "second")
 
 
 def mixing(trace: Trace, section: Section) -> tuple[str, ...]:
@@ -77,21 +80,23 @@ def mixing(trace: Trace, section: Section) -> tuple[str, ...]:
     Parameters
     ----------
     trace
-        With `Op.batch_dims`, see `belady.measure.batch`.
+        With `Op.batch_dims` of what the section cuts, see `belady.measure.batch`.
 
     Returns
     -------
     tuple
-        Empty if every op is known to act on each sample by itself, or is a batch norm.
+        Empty if every op is known to act on each sample (token) by itself, or is a batch norm.
     """
+    along = section.along
     passes = [forward_ops(trace, section, index) for index in range(len(trace.roots))]
-    found = [(at, reason) for ops in passes for at, reason in _reasons(trace, ops)]
+    found = [(at, reason) for ops in passes for at, reason in _reasons(trace, ops, along)]
     if not found:
         found = [(at, _GIVEN_BACK) for ops in passes for at in _given_back(trace, ops)]
-    return tuple(f"{trace.locate(at)} {reason}" for at, reason in found)
+    words = {"one": section.unit, "all": section.whole, "nth": _NTH[min(along, 1)]}
+    return tuple(f"{trace.locate(at)} {reason.format_map(words)}" for at, reason in found)
 
 
-def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
+def _reasons(trace: Trace, ops: tuple[int, ...], along: int) -> Iterator[tuple[int, str]]:
     if not ops:
         return
     # Values that carry samples: all that comes from before with some, and what it makes.
@@ -103,8 +108,8 @@ def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
         dependent = any(samples) or any(dim is not None for dim in op.batch_dims)
         if dependent:
             carrying.update(op.writes)
-        reason = _reason(op, dependent, samples)
-        if not reason and not _cut_first(op, given):
+        reason = _reason(op, dependent, samples, along)
+        if not reason and not _in_place(op, given, along):
             reason = f"is the first to read what goes in, and {_NOT_FIRST}"
         given.difference_update(op.reads)
         if reason:
@@ -115,29 +120,31 @@ def _reasons(trace: Trace, ops: tuple[int, ...]) -> Iterator[tuple[int, str]]:
         for value in carrying.intersection(trace.ops[at].writes)
         if not trace.storages[trace.values[value].storage].persistent
     }
-    yield from _put_together(trace, ops, made)
+    yield from _put_together(trace, ops, made, along)
 
 
-def _put_together(trace: Trace, ops: tuple[int, ...], made: set[int]) -> Iterator[tuple[int, str]]:
+def _put_together(
+    trace: Trace, ops: tuple[int, ...], made: set[int], along: int
+) -> Iterator[tuple[int, str]]:
     """The first op after the section that reads what it ``made``, if that is not in order."""
     for at in range(ops[-1] + 1, len(trace.ops)):
         op = trace.ops[at]
         if op.phase is Phase.BACKWARD:
             return
         if made.intersection(op.reads):
-            if not _cut_first(op, made):
+            if not _in_place(op, made, along):
                 yield at, f"reads what comes out, and {_NOT_FIRST}"
             return
 
 
-def _cut_first(op: Op, values: set[int]) -> bool:
-    """Whether an op has the batch in the first dimension of those of ``values`` that it reads."""
+def _in_place(op: Op, values: set[int], along: int) -> bool:
+    """Whether an op has what is cut in dimension ``along`` of those of ``values`` that it reads."""
     if values.isdisjoint(op.reads):
         return True
     if len(op.batch_dims) != len(op.reads):
-        return set(op.batch_dims) == {0}
+        return set(op.batch_dims) == {along}
     pairs = zip(op.reads, op.batch_dims, strict=True)
-    return all(dim == 0 for value, dim in pairs if value in values)
+    return all(dim == along for value, dim in pairs if value in values)
 
 
 def _given_back(trace: Trace, forward: tuple[int, ...]) -> Iterator[int]:
@@ -171,31 +178,34 @@ def _name(op: Op) -> str:
     return op.name.removeprefix("aten.").split(".")[0]
 
 
-def _reason(op: Op, dependent: bool, samples: list[bool]) -> str:
+def _reason(op: Op, dependent: bool, samples: list[bool], along: int) -> str:
     name = _name(op)
     if op.random and name not in _DRAWS:
-        return "draws random numbers, and slices would draw others than the batch"
+        return "draws random numbers, and slices would draw others than the {all}"
     if op.communicates:
         return "communicates"
     if not dependent:
         return ""
     view = name in _VIEWS and not op.writes
     if name not in _APART and not view:
-        return "is not known to act on each sample by itself"
+        return "is not known to act on each {one} by itself"
     if not op.batch_dims:
-        return "has operands whose batch dimension is not known"
-    reason = "" if view else _misplaced(name, set(op.batch_dims) - {None})
+        return "has operands of which the dimension of the {all} is not known"
+    reason = "" if view else _misplaced(name, set(op.batch_dims) - {None}, along)
     return reason or _whole(op, samples)
 
 
-def _misplaced(name: str, dims: set[int | None]) -> str:
+def _misplaced(name: str, dims: set[int | None], along: int) -> str:
     if SPREAD in dims:
         return _ACROSS
+    if along and name in _DRAWS:
+        # For all slices at once, laid out as what goes in.
+        return "" if dims <= {along} else _NOT_FIRST
     if dims == {FOLDED}:
         if name not in _FOLDED:
-            return "is not known to act on each row by itself, and a sample has several"
+            return "is not known to act on each row by itself, and a {one} has several"
     elif len(dims) > 1 or (dims - {0} and name not in _ANYWHERE):
-        return _NOT_FIRST
+        return _ELSEWHERE if along else _NOT_FIRST
     return ""
 
 
@@ -206,4 +216,4 @@ def _whole(op: Op, samples: list[bool]) -> str:
     else:
         known = zip(samples, op.batch_dims, strict=True)
         whole = any(carries and dim is None for carries, dim in known)
-    return "reads what comes from all samples, or has no dimension of the batch" if whole else ""
+    return "reads what comes from all {one}s, or has no dimension of the {all}" if whole else ""

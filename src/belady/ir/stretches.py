@@ -41,6 +41,10 @@ class Stretch:
         Storages born inside of which every slice makes all.
     draws, drawn
         Forward ops that draw random numbers for all slices, and the storages of these.
+    along
+        Dimension of what goes in and comes out that is cut.
+    scattered
+        Whether rows of one slice lie apart in these.
     """
 
     name: str
@@ -61,6 +65,13 @@ class Stretch:
     full: frozenset[int]
     draws: frozenset[int]
     drawn: frozenset[int]
+    along: int
+    scattered: bool
+
+    @property
+    def copies(self) -> bool:
+        """Whether a slice of what goes in is a copy."""
+        return self.passed_on >= 0 or self.along > 0
 
     @property
     def samples(self) -> int:

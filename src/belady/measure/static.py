@@ -21,6 +21,7 @@ from belady.measure.clock import NoClock
 from belady.measure.modules import module_paths
 from belady.measure.observe import assemble
 from belady.measure.recorder import Recorder
+from belady.measure.resized import Resized
 from belady.measure.untouched import replace_tensors, untouched
 
 
@@ -72,7 +73,7 @@ def record(
     module: torch.nn.Module,
     call: tuple[Any, Any],
     recorder: Recorder,
-    more_samples: int = 0,
+    resized: Resized | None = None,
 ) -> None:
     """Record what `static_trace` assembles.
 
@@ -80,8 +81,8 @@ def record(
     ----------
     recorder
         A new one.
-    more_samples
-        By how much to enlarge the first dimension of every tensor in the call.
+    resized
+        Other sizes for the tensors in the call.
 
     Raises
     ------
@@ -98,9 +99,7 @@ def record(
             replace_tensors(containers, lambda tensor: _faked_if_possible(tensor, fake))
             parameters = list(module.parameters())
             _adopt_state(module, recorder)
-            faked = tree_map_only(
-                torch.Tensor, lambda tensor: _faked(tensor, fake, more_samples), call
-            )
+            faked = tree_map_only(torch.Tensor, lambda tensor: _faked(tensor, fake, resized), call)
             for tensor in tree_leaves(faked):
                 if isinstance(tensor, torch.Tensor):
                     recorder.adopt_new(tensor, StorageKind.INPUT)
@@ -182,12 +181,8 @@ def _faked_if_possible(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tens
         return tensor
 
 
-def _faked(tensor: torch.Tensor, fake: FakeTensorMode, more_samples: int) -> torch.Tensor:
-    if not more_samples:
-        return fake.from_tensor(tensor)
-    shape = (tensor.shape[0] + more_samples, *tensor.shape[1:])
-    larger = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return larger.requires_grad_(tensor.requires_grad)
+def _faked(tensor: torch.Tensor, fake: FakeTensorMode, resized: Resized | None) -> torch.Tensor:
+    return fake.from_tensor(tensor) if resized is None else resized.empty(tensor)
 
 
 def _tensors_of(result: Any) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,15 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of ``tensor``; empty for a nested tensor that has none."""
     nested = tensor.is_nested and tensor.layout is torch.strided
     return () if nested else tuple(tensor.shape)
+
+
+def dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor of ``shape`` without gaps, in the order of those of another."""
+    found, elements = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda it: (stride[it], -it)):
+        found[dim] = elements
+        elements *= shape[dim]
+    return tuple(found)
 
 
 def movable(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -2,7 +2,7 @@
 
 What a plan moves or recomputes is what autograd saves; what one op needs while it runs is the floor
 under every plan. Cutting modules along the batch lowers it (tvDNN: Park et al., PPoPP 2018,
-"memory-object sectioning"; the choice here is ours).
+"memory-object sectioning"; the choice here is ours), or along the tokens where samples are few.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import groupby, product
 from operator import itemgetter
 
 from belady.errors import PlanMismatchError
+from belady.ir.along import Dims, seen_along
 from belady.ir.finding import find
 from belady.ir.hardware import HardwareProfile
 from belady.ir.margin import needed
@@ -43,6 +44,8 @@ _LITTLE = 1.03
 # number of slices has to do for all.
 Order = Callable[[Chain], int]
 _ORDERS: tuple[Order, ...] = (len, lambda it: -len(it))
+# The batch first: slices of it are dense, and more is known to treat samples by themselves.
+_ALONGS = (0, 1)
 
 
 def sections_for(
@@ -97,6 +100,10 @@ def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:
     return _needed(trace, hardware, budget)[0] - budget.device_bytes
 
 
+def _unknown(_along: int) -> Dims | None:
+    return None
+
+
 class Sectioning:
     """The search for sections of one trace, which remembers what it has judged.
 
@@ -106,6 +113,8 @@ class Sectioning:
         See `sections_for`.
     budget
         Of host and disk; that of the device is given for each search.
+    dims
+        Where rows along another dimension than the batch are, see `belady.ir.along`; asked late.
     """
 
     def __init__(
@@ -115,16 +124,18 @@ class Sectioning:
         budget: Budget,
         chains: Sequence[Chain],
         may: Callable[[Section], bool],
+        dims: Callable[[int], Dims | None] = _unknown,
     ) -> None:
         self._trace = trace
+        self._dims = dims
         self._hardware = hardware
         self._budget = budget
         self._chains = chains
         self._may = may
         self._work = Work(trace)
         self._known: dict[Sections, tuple[int, str]] = {}
-        self._allowed: dict[Chain, bool] = {}
-        self._counts: dict[Chain, tuple[int, ...]] = {}
+        self._allowed: dict[tuple[Chain, int], bool] = {}
+        self._counts: dict[tuple[Chain, int], tuple[int, ...]] = {}
         self._out = _output_bytes(trace)
 
     def within(self, nbytes: int) -> Sections | None:
@@ -182,51 +193,57 @@ class Sectioning:
             rest = [it for it in sections if it is not section]
             for at, fewer in product(range(len(modules)), _FEWER):
                 for first, last in ((most, most // fewer), (most // fewer, most)):
-                    parts = Section(modules[:at], first), Section(modules[at:], last)
+                    parts = (
+                        replace(section, modules=modules[:at], slices=first),
+                        replace(section, modules=modules[at:], slices=last),
+                    )
                     some = (it for it in parts if it.modules and it.slices > 1)
                     yield tuple(sorted((*rest, *some), key=lambda it: it.modules))
 
     def _better(self, order: Order, chosen: Sections, at: str, nbytes: int) -> Iterator[Sections]:
         """Sections with which module ``at`` is no longer that much over, least change first."""
-        for stretches in self._candidates(order, chosen, at):
-            helping = (self._fewest(chosen, modules, nbytes) for modules in stretches)
+        each = product(_ALONGS, list(self._candidates(order, chosen, at)))
+        for along, stretches in each:
+            helping = (self._fewest(chosen, modules, along, nbytes) for modules in stretches)
             found = [it for it in helping if it is not None]
             for section in sorted(found, key=lambda it: it.slices):
                 # The real module runs for an answer: asked last.
                 if self._is_allowed(section):
                     yield _with(chosen, section)
 
-    def _fewest(self, chosen: Sections, modules: Chain, nbytes: int) -> Section | None:
+    def _fewest(self, chosen: Sections, modules: Chain, along: int, nbytes: int) -> Section | None:
         """A stretch in the fewest slices with which its modules are not the worst; None if none.
 
         More slices need less: by bisection.
         """
         needed, _ = self._needed(chosen)
-        present = next((it.slices for it in chosen if it.modules == modules), 1)
-        counts = [it for it in self._possible(modules) if it > present]
+        same = (it.slices for it in chosen if (it.modules, it.along) == (modules, along))
+        present = next(same, 1)
+        counts = [it for it in self._possible(modules, along) if it > present]
 
         def helps(slices: int) -> bool:
-            left, where = self._needed(_with(chosen, Section(modules, slices)))
+            left, where = self._needed(_with(chosen, Section(modules, slices, along)))
             return left <= nbytes or (left < needed and not inside(where, modules))
 
         index = bisect_left(counts, True, key=helps)
-        return Section(modules, counts[index]) if index < len(counts) else None
+        return Section(modules, counts[index], along) if index < len(counts) else None
 
-    def _possible(self, modules: Chain) -> tuple[int, ...]:
+    def _possible(self, modules: Chain, along: int) -> tuple[int, ...]:
         """Numbers of slices in which a stretch can run, fewest first."""
-        if modules not in self._counts:
+        if (modules, along) not in self._counts:
+            section = Section(modules, _SLICES[0], along)
             try:
-                stretches = find(self._trace, [Section(modules, _SLICES[0])])
+                stretches = find(self._seen((section,)), [section])
             except PlanMismatchError:
                 stretches = []
             samples = min((sum(it.sizes) for it in stretches), default=0)
             ops = sum(len(it.forward) + len(it.backward) for it in stretches)
             # Of few samples each can be a slice.
             counts = {min(it, samples) for it in _SLICES}
-            self._counts[modules] = tuple(
+            self._counts[modules, along] = tuple(
                 sorted(it for it in counts if it > 1 and it * ops <= _OPS)
             )
-        return self._counts[modules]
+        return self._counts[modules, along]
 
     def _candidates(self, order: Order, chosen: Sections, at: str) -> Iterator[Sequence[Chain]]:
         """Stretches around ``at`` with the smallest bytes at their ends; equal ones together."""
@@ -249,15 +266,19 @@ class Sectioning:
 
     def _is_allowed(self, section: Section) -> bool:
         """Whether it may be cut at all, asked once for all numbers of slices."""
-        if section.modules not in self._allowed:
-            self._allowed[section.modules] = self._may(section)
-        return self._allowed[section.modules]
+        key = section.modules, section.along
+        if key not in self._allowed:
+            self._allowed[key] = self._may(section)
+        return self._allowed[key]
+
+    def _seen(self, sections: Sections) -> Trace:
+        return seen_along(self._trace, sections, self._dims)
 
     def _needed(self, sections: Sections) -> tuple[int, str]:
         """Bytes of the smallest budget of the floor, and the module of the op that needs most."""
         if sections not in self._known:
             try:
-                trace = apply(self._trace, sections) if sections else self._trace
+                trace = apply(self._seen(sections), sections) if sections else self._trace
             except PlanMismatchError:
                 self._known[sections] = 1 << 62, ""
             else:

@@ -24,7 +24,8 @@ def reasons(model: torch.nn.Module, section: Section, trace: Trace) -> tuple[str
     Parameters
     ----------
     trace
-        Of a call of ``model``, from `belady.measure.batch.static_trace_with_batch`.
+        Of a call of ``model``, from `belady.measure.batch.static_trace_with_batch`, with the
+        dimension that the section is cut along.
 
     Notes
     -----
@@ -43,10 +44,12 @@ def reasons(model: torch.nn.Module, section: Section, trace: Trace) -> tuple[str
         stretches = find(trace, [section])
     except PlanMismatchError as error:
         return (str(error),)
+    norms = [at for stretch in stretches for at in sorted(stretch.norms)]
+    if section.along:
+        return tuple(f"{trace.locate(at)} takes statistics of all {section.whole}" for at in norms)
     return tuple(
         f"{trace.locate(at)} takes statistics of the batch, and is not in a BatchNorm module"
-        for stretch in stretches
-        for at in sorted(stretch.norms)
+        for at in norms
         if type(modules.get(trace.ops[at].module)) not in BatchNorm.KINDS
     )
 
@@ -61,5 +64,5 @@ def _drawn_elsewhere(
             if draws_factors_or_mask(op) and not draws_for_all(modules.get(op.module)):
                 yield (
                     f"{trace.locate(at)} draws random numbers outside of an nn.Dropout, and slices "
-                    "would draw others than the batch"
+                    f"would draw others than the {section.whole}"
                 )

@@ -43,6 +43,8 @@ class SlicedCall:
         What stands in the place of each trainable parameter of the stretch.
     drawing
         Random numbers of the stretch in this call.
+    along
+        The dimension that is cut.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class SlicedCall:
         cut: tuple[Bounds, ...],
         aliases: dict[Tensor, Tensor],
         drawing: Drawing,
+        along: int,
     ) -> None:
         self.name = name
         self._parameters = tuple(aliases)
@@ -60,6 +63,7 @@ class SlicedCall:
         # Values that have the bytes of the input.
         self._given = {0}
         self._cut = cut
+        self._along = along
         self._aliases = list(aliases.values())
         self._drawing = drawing
         self._passages: list[Passage] | None = []
@@ -77,11 +81,11 @@ class SlicedCall:
         token = torch.empty(0, requires_grad=True)
         needs = {0} if whole.requires_grad else set()
         held: list[Parts] = [{} for _ in self._cut]
-        result = Whole(self.name, self._cut)
+        result = Whole(self.name, self._cut, self._along)
         for stage in self._stages:
             opening: Opening
             if stage.norm is None:
-                opening = Cut(whole.detach(), self._cut)
+                opening = Cut(whole.detach(), self._cut, self._along)
             else:
                 opening = opened(stage.norm, stage, held)
                 if stage.norm.trains or stage.given in needs:
@@ -181,9 +185,10 @@ class SlicedCall:
         if not keep:
             self._passages = None
         totals = Totals(len(self._aliases))
-        whole = Whole(f"the gradient of {self.name}", self._cut)
+        whole = Whole(f"the gradient of {self.name}", self._cut, self._along)
         gradients: list[Parts] = [
-            {self._result: gradient.narrow(0, where.start, where.size)} for where in self._cut
+            {self._result: gradient.narrow(self._along, where.start, where.size)}
+            for where in self._cut
         ]
         for passage in reversed(passages):
             stage = passage.stage
@@ -211,7 +216,7 @@ class SlicedCall:
         found = torch.autograd.grad(
             [ends[value] for value in asked],
             wanted,
-            [gradients.pop(value) for value in asked],
+            [self._together(gradients.pop(value)) for value in asked],
             retain_graph=keep,
             allow_unused=True,
         )
@@ -220,6 +225,10 @@ class SlicedCall:
         for value, part in zip(begins, found, strict=False):
             if part is not None:
                 add(gradients, value, part)
+
+    def _together(self, gradient: Tensor) -> Tensor:
+        """A gradient of a slice, as dense as that of the whole: tokens of samples lie apart."""
+        return gradient.contiguous() if self._along else gradient
 
 
 class _InSlices(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import SectionError
-from belady.sections.slices import Bounds, elements_apart, empty_like
+from belady.sections.slices import Bounds, beside, elements_apart, empty_like
 
 
 def draws_for_all(module: Any) -> bool:
@@ -32,11 +32,14 @@ class Drawing:
         Of the stretch, for messages.
     cut
         The slices.
+    along
+        The dimension that is cut.
     """
 
-    def __init__(self, name: str, cut: tuple[Bounds, ...]) -> None:
+    def __init__(self, name: str, cut: tuple[Bounds, ...], along: int) -> None:
         self._name = name
         self._cut = cut
+        self._along = along
         self._index = 0
         self._next = 0
         self._drawn: list[Tensor | None] = []
@@ -68,24 +71,31 @@ class Drawing:
             self._refuse("is not called equally often in every slice")
 
     def _drop(self, p: float, input: Tensor) -> Tensor:
-        where = self._cut[self._index]
+        where, along = self._cut[self._index], self._along
         if not torch.is_grad_enabled() or _saving_hooks() != self._hooks:
             self._refuse("is called without grad or in a checkpoint, which would draw anew")
-        if not input.dim() or len(input) != where.size or input.stride(0) != elements_apart(input):
+        if not self._is_in_order(input):
             self._refuse("is given samples that do not lie dense and one after another")
         if not self._index:
-            self._drawn.append(_drawn(empty_like(input, self._samples), p))
+            self._drawn.append(_drawn(empty_like(input, self._samples, along), p))
         drawn = self._drawn[self._next] if self._next < len(self._drawn) else None
-        if drawn is None or drawn.shape[1:] != input.shape[1:]:
+        if drawn is None or beside(drawn, along) != beside(input, along):
             self._refuse("is not called alike in every slice")
         if self._index + 1 == len(self._cut):
             self._drawn[self._next] = None
         self._next += 1
-        part = drawn.narrow(0, where.start, where.size)
+        part = drawn.narrow(along, where.start, where.size)
         if part.dtype is torch.bool:
             result: Tensor = _Masked.apply(input, part, 1 / (1 - p))  # type: ignore[no-untyped-call]
             return result
         return input * part
+
+    def _is_in_order(self, input: Tensor) -> bool:
+        """Whether numbers drawn for all would be given out to slices like this one in order."""
+        along, size = self._along, self._cut[self._index].size
+        if input.dim() <= along or input.shape[along] != size:
+            return False
+        return input.is_contiguous() if along else input.stride(0) == elements_apart(input)
 
     @property
     def _samples(self) -> int:

@@ -13,6 +13,7 @@ from belady.errors import SectionError
 from belady.sections.stages import Line
 
 _LASTING = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_THE_BATCH = "first dimension may be the batch"
 # In the place of the tensor that is cut.
 _CUT = object()
 
@@ -67,11 +68,18 @@ class Shared:
         return replace(line, steps=(replace(step, call=lambda part: self.call(call, part)),))
 
 
-def separated(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Shared]:
+def separated(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], along: int = 0
+) -> tuple[Tensor, Shared]:
     """The tensor of a call that is cut, and the rest, which every slice is given as it is.
 
-    Cut is what is given alone, or what alone has more than one row in its first dimension. What
-    has samples besides (a mask for each) is not cut, so it must not be there.
+    Cut is what is given alone, or what alone has more than one row in the dimension that is cut.
+    What has samples besides (a mask for each) is not cut, so it must not be there.
+
+    Parameters
+    ----------
+    along
+        The dimension that is cut.
 
     Raises
     ------
@@ -83,28 +91,35 @@ def separated(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     places = [
         item
         for item in (*args, *kwargs.values())
-        if isinstance(item, Tensor) and item.dim() and (alone or item.shape[0] != 1)
+        if isinstance(item, Tensor) and item.dim() > along and (alone or item.shape[along] != 1)
     ]
     if len(places) != 1:
+        what = "token" if along else "batch"
         raise SectionError(
-            f"{name} cannot run in slices: it was called with {len(places)} tensors with a batch "
+            f"{name} cannot run in slices: it was called with {len(places)} tensors with a {what} "
             "dimension, not one"
         )
     (whole,) = places
+    if along and not whole.is_contiguous():
+        raise SectionError(
+            f"{name} cannot run in slices: it was called with tokens that do not lie one after "
+            "another in memory"
+        )
     shared = Shared(
         tuple(_CUT if it is whole else it for it in args),
         tuple((key, _CUT if it is whole else it) for key, it in named),
     )
-    shared.mapped(lambda item: _refuse_unshared(name, item))
+    shared.mapped(lambda item: _refuse_unshared(name, item, along))
     return whole, shared
 
 
-def _refuse_unshared(name: str, item: Any) -> None:
+def _refuse_unshared(name: str, item: Any, along: int) -> None:
     if isinstance(item, Tensor):
         if item.requires_grad:
             reason = "a second tensor that needs a gradient"
-        elif item.dim() and item.shape[0] != 1:
-            reason = "a tuple with a tensor whose first dimension may be the batch"
+        elif item.dim() > along and item.shape[along] != 1:
+            which = "second dimension may be the tokens" if along else _THE_BATCH
+            reason = f"a tuple with a tensor whose {which}"
         else:
             return
     elif type(item) in _LASTING:

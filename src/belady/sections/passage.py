@@ -20,24 +20,27 @@ class Cut:
 
     A slice that needs a gradient is a copy, so that the whole input can go when all slices are
     through, and its slices can be moved one by one. Data that need none are usually the caller's,
-    who holds them anyway: of these, slices are views.
+    who holds them anyway: of these, slices along the batch are views. Slices along the tokens are
+    copies: their samples lie apart in the whole, and some ops want none of that.
     """
 
-    def __init__(self, whole: Tensor, cut: Sequence[Bounds]) -> None:
+    def __init__(self, whole: Tensor, cut: Sequence[Bounds], along: int) -> None:
         self.whole: Tensor | None = whole
         self._cut = cut
+        self._along = along
 
     def enter(self, index: int, token: Tensor | None) -> tuple[GradientEdge | None, Tensor]:
         """Slice ``index``, and where its gradient will be asked for."""
         assert self.whole is not None
         where = self._cut[index]
-        part = self.whole.narrow(0, where.start, where.size)
+        part = self.whole.narrow(self._along, where.start, where.size)
         if index + 1 == len(self._cut):
             self.whole = None
+        layout = torch.contiguous_format if self._along else torch.preserve_format
         if token is None:
-            return None, part
+            return None, part.clone(memory_format=layout) if self._along else part
         with torch.enable_grad():
-            part = _Copied.apply(token, part)  # type: ignore[no-untyped-call]
+            part = _Copied.apply(token, part, layout)  # type: ignore[no-untyped-call]
         return get_gradient_edge(part), part
 
 
@@ -45,8 +48,8 @@ class _Copied(torch.autograd.Function):
     """Begins the graph of a slice, and holds nothing; autograd is never asked to go further."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, part: Tensor) -> Tensor:
-        return part.clone()
+    def forward(ctx: Any, token: Tensor, part: Tensor, layout: torch.memory_format) -> Tensor:
+        return part.clone(memory_format=layout)
 
 
 class _Carried(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Cutting a batch into slices, and putting slices together."""
+"""Cutting a batch, or the tokens of each sample, into slices, and putting slices together."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from belady.errors import SectionError
+from belady.memory.geometry import dense
+
+
+_THE_BATCH = ("samples", "first dimension is not the batch")
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where a slice of the batch begins, and how many samples it has."""
+    """Where a slice begins, and how many samples (tokens) it has."""
 
     start: int
     size: int
@@ -36,12 +40,15 @@ class Whole:
     ----------
     name
         Of the modules that make it, for messages.
+    along
+        The dimension that is cut.
     """
 
-    def __init__(self, name: str, cut: tuple[Bounds, ...]) -> None:
+    def __init__(self, name: str, cut: tuple[Bounds, ...], along: int) -> None:
         self.tensor: Tensor | None = None
         self._name = name
         self._cut = cut
+        self._along = along
 
     def put(self, index: int, part: Tensor) -> None:
         """Write slice ``index``.
@@ -51,20 +58,23 @@ class Whole:
         SectionError
             If it has another number of samples than it should, or another shape than the first.
         """
-        where = self._cut[index]
-        if not part.dim() or part.shape[0] != where.size:
+        where, along = self._cut[index], self._along
+        if part.dim() <= along or part.shape[along] != where.size:
+            unit, is_not = ("tokens", "second dimension is not theirs") if along else _THE_BATCH
             raise SectionError(
-                f"{self._name} made a tensor of shape {tuple(part.shape)} of {where.size} samples: "
-                "its first dimension is not the batch, so it cannot run in slices"
+                f"{self._name} made a tensor of shape {tuple(part.shape)} of {where.size} {unit}: "
+                f"its {is_not}, so it cannot run in slices"
             )
         if self.tensor is None:
-            self.tensor = empty_like(part, self._cut[-1].start + self._cut[-1].size)
-        elif part.shape[1:] != self.tensor.shape[1:] or part.dtype != self.tensor.dtype:
+            self.tensor = empty_like(part, self._cut[-1].start + self._cut[-1].size, along)
+        others, own = (beside(it, along) for it in (self.tensor, part))
+        if own != others or part.dtype != self.tensor.dtype:
+            unit = "token" if along else "sample"
             raise SectionError(
-                f"{self._name} made slices of {tuple(self.tensor.shape[1:])} and of "
-                f"{tuple(part.shape[1:])} a sample, so it cannot run in slices"
+                f"{self._name} made slices of {others} and of {own} a {unit}, so it cannot run in "
+                "slices"
             )
-        self.tensor.narrow(0, where.start, where.size).copy_(part)
+        self.tensor.narrow(along, where.start, where.size).copy_(part)
 
 
 class Totals:
@@ -89,6 +99,11 @@ class Totals:
             self._owned[position] = True
 
 
+def beside(part: Tensor, along: int) -> tuple[int, ...]:
+    """Sizes of all dimensions but the one that is cut."""
+    return (*part.shape[:along], *part.shape[along + 1 :])
+
+
 def elements_apart(part: Tensor) -> int | None:
     """Elements from one sample to the next where each is dense; None where it is not."""
     strides = part.stride()
@@ -101,8 +116,15 @@ def elements_apart(part: Tensor) -> int | None:
     return elements
 
 
-def empty_like(part: Tensor, samples: int) -> Tensor:
-    """An empty tensor of so many samples, each laid out as those of ``part`` if that is dense."""
+def empty_like(part: Tensor, samples: int, along: int) -> Tensor:
+    """An empty tensor of so many samples, each laid out as those of ``part`` if that is dense.
+
+    Of so many tokens, without gaps and in the order of the strides of ``part``.
+    """
+    if along:
+        whole = (*part.shape[:along], samples, *part.shape[along + 1 :])
+        strides = dense(whole, part.stride())
+        return torch.empty_strided(whole, strides, dtype=part.dtype, device=part.device)
     shape = (samples, *part.shape[1:])
     apart = elements_apart(part)
     if apart is None:

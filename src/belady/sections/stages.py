@@ -133,8 +133,13 @@ def modules_in(line: Line) -> list[nn.Module]:
     return list(dict.fromkeys(part for module in called for part in module.modules()))
 
 
-def refuse_unfit(name: str, line: Line) -> None:
+def refuse_unfit(name: str, line: Line, along: int) -> None:
     """Raise if a module of a stretch cannot be called slice by slice, whatever its input.
+
+    Parameters
+    ----------
+    along
+        The dimension of its input that is cut.
 
     Raises
     ------
@@ -146,6 +151,8 @@ def refuse_unfit(name: str, line: Line) -> None:
         parts = () if step.module is None else step.module.named_modules(prefix=step.name)
         for path, part in parts:
             reason = _unfit(part, id(part) in inside)
+            if along and _is_barrier(part):
+                reason = "takes statistics of all tokens"
             if reason:
                 raise SectionError(f"{name} cannot run in slices: {path} {reason}")
 

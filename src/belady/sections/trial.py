@@ -89,10 +89,11 @@ def trial(model: nn.Module, section: Section, given: Tensor, shared: Shared = _A
         something of a call, or the section refuses to run.
     """
     owner, stretch = locate(model, section, StandIns())
-    few = _few(given, section.slices)
-    if len(few) < section.slices:
+    few = _few(given, stretch)
+    count, unit = few.shape[stretch.along], section.unit
+    if count < section.slices:
         raise SectionError(
-            f"{stretch.name}: {len(few)} samples cannot be tried in {section.slices} slices"
+            f"{stretch.name}: {count} {unit}s cannot be tried in {section.slices} slices"
         )
     modules = modules_in(stretch.line(owner))
     few = few.requires_grad_(given.requires_grad)
@@ -102,7 +103,7 @@ def trial(model: nn.Module, section: Section, given: Tensor, shared: Shared = _A
             return found
         # Numbers of twice to four times the size: for as few samples as show the rest.
         stretch = replace(stretch, slices=2)
-        few = _few(given, 2).requires_grad_(given.requires_grad)
+        few = _few(given, stretch).requires_grad_(given.requires_grad)
     with _in_double(modules), torch.autocast(few.device.type, enabled=False):
         # Where a network magnifies rounding, only rounding is less in double.
         double = few.detach().double().requires_grad_(given.requires_grad)
@@ -110,13 +111,16 @@ def trial(model: nn.Module, section: Section, given: Tensor, shared: Shared = _A
     if exact.passes:
         return exact
     raise SectionError(
-        f"{stretch.name} cannot run in slices: {found} when it was tried on {len(few)} samples, "
+        f"{stretch.name} cannot run in slices: {found} when it was tried on {count} {unit}s, "
         f"and {exact} in float64"
     )
 
 
-def _few(given: Tensor, slices: int) -> Tensor:
-    return given.detach()[: _SAMPLES * slices - 1]
+def _few(given: Tensor, stretch: Stretch) -> Tensor:
+    along = stretch.along
+    count = min(given.shape[along], _SAMPLES * stretch.slices - 1)
+    few = given.detach().narrow(along, 0, count)
+    return few.contiguous() if along else few
 
 
 def _double(item: Any) -> Any:

@@ -34,15 +34,15 @@ def _always() -> bool:
 def wrap(
     model: nn.Module, sections: Iterable[Section], when: Callable[[], bool] = _always
 ) -> Callable[[], None]:
-    """Run modules of ``model`` in slices along the first dimension of their input.
+    """Run modules of ``model`` in slices along a dimension of their input.
 
-    A section of one module replaces the forward of that module; one of several replaces the
+    That is the batch, or the tokens, see `Section.along`. A section of one module replaces the forward of that module; one of several replaces the
     forward of the `torch.nn.Sequential` whose consecutive children they are. Nothing else
     changes: names, parameters, ``state_dict``, hooks. Copies and pickles of the model run
     unsectioned.
 
     A call is cut into slices when grad is enabled and its input or a parameter needs a gradient,
-    a batch of fewer samples than slices into its samples; any other call runs as before. Hooks on
+    a batch of fewer samples (tokens) than slices into these; any other call runs as before. Hooks on
     modules inside a section would see slices, so they are refused; global module hooks do see them.
 
     Parameters
@@ -99,10 +99,13 @@ class Stretch:
     ----------
     children
         Names of the children of a Sequential that it consists of; empty for a module's own forward.
+    along
+        The dimension that is cut.
     """
 
     name: str
     slices: int
+    along: int
     children: tuple[str, ...]
     stand_ins: StandIns
 
@@ -121,18 +124,19 @@ class Stretch:
         line = self.line(owner)
         modules = modules_in(line)
         parameters = _trainable(modules)
-        whole, shared = separated(self.name, args, kwargs)
+        whole, shared = separated(self.name, args, kwargs, self.along)
+        count = whole.shape[self.along]
         # The last batch of an epoch is smaller, but whole it can need more than a slice of others.
-        slices = min(self.slices, whole.shape[0])
+        slices = min(self.slices, count)
         if slices < 2 or not (whole.requires_grad or parameters):
             return self.unsectioned(owner, *args, **kwargs)
-        refuse_unfit(self.name, line)
+        refuse_unfit(self.name, line, self.along)
         line = shared.onto(self.name, line)
         del args, kwargs
-        cut = bounds(whole.shape[0], slices)
-        drawing = Drawing(self.name, cut)
+        cut = bounds(count, slices)
+        drawing = Drawing(self.name, cut, self.along)
         with self.stand_ins.standing(modules, drawing.forwards(modules)) as aliases:
-            return SlicedCall(self.name, line, cut, aliases, drawing).run(whole)
+            return SlicedCall(self.name, line, cut, aliases, drawing, self.along).run(whole)
 
     def unsectioned(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run as the modules would without sections."""
@@ -201,12 +205,15 @@ def locate(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.
         See `wrap`.
     """
     title = "…".join(dict.fromkeys((section.modules or ("",))[i] for i in (0, -1))) or "the model"
-    if section.slices < 2 or not section.modules:
-        raise SectionError(f"{title}: a section has modules, and at least two slices of them")
+    if section.slices < 2 or not section.modules or section.along not in (0, 1):
+        raise SectionError(
+            f"{title}: a section has modules, and at least two slices of them along dimension 0 or "
+            "1"
+        )
     if len(section.modules) == 1:
         owner = _module(model, section.modules[0])
         _refuse_patched(owner)
-        stretch = Stretch(title, section.slices, (), stand_ins)
+        stretch = Stretch(title, section.slices, section.along, (), stand_ins)
     else:
         parents = {name.rpartition(".")[0] for name in section.modules}
         owner = _module(model, min(parents))
@@ -221,8 +228,8 @@ def locate(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.
                 f"{title}: only a torch.nn.Sequential is known to run modules one after another, "
                 f"and these belong to {type(owner).__name__}; name that, or one of them"
             )
-        stretch = Stretch(title, section.slices, children, stand_ins)
-    refuse_unfit(title, stretch.line(owner))
+        stretch = Stretch(title, section.slices, section.along, children, stand_ins)
+    refuse_unfit(title, stretch.line(owner), section.along)
     return owner, stretch
 
 
