@@ -63,9 +63,10 @@ class Candidate:
 
     def _also_seen(self, along: int) -> _Seen | None:
         seen = _seen(self.module, self._call, self._device, along)
-        if seen is not None and any(op.batch_dims for op in seen.trace.ops):
-            if [op.name for op in seen.trace.ops] == [op.name for op in self.trace.ops]:
-                return seen
+        ops = () if seen is None else seen.trace.ops
+        same = [op.name for op in ops] == [op.name for op in self.trace.ops]
+        if same and any(op.batch_dims for op in ops):
+            return seen
         if samples_of(self._call) == 1:
             # Of more samples, what hinders slices along the batch says more.
             self.refused[""] = (

@@ -22,7 +22,8 @@ from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.stages import Policy
 from belady.measure.static import trained_bytes
-from belady.planners.sectioning import Sectioning, Sections, over_budget, with_workspaces
+from belady.planners.places import Sections
+from belady.planners.sectioning import Sectioning, over_budget, with_workspaces
 from belady.sections.wrap import wrap
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
@@ -290,7 +291,7 @@ def _sentence(section: Section) -> str:
     ends = [it or "the model" for it in dict.fromkeys((section.modules[0], section.modules[-1]))]
     run = "run" if len(ends) > 1 else "runs"
     return (
-        f"{' to '.join(ends)} {run} in {section.slices} slices along the {section.whole}, since one op was "
-        "over the budget, or would have been beside the workspace that it may ask for: results "
-        "differ from plain PyTorch by the order of sums"
+        f"{' to '.join(ends)} {run} in {section.slices} slices along the {section.whole}, since "
+        "one op was over the budget, or would have been beside the workspace that it may ask for: "
+        "results differ from plain PyTorch by the order of sums"
     )

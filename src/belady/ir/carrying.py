@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from belady.ir.ops import Op
-from belady.ir.slicing import Draft, Rewriting
+from belady.ir.slicing import WHOLE, Draft, Rewriting
 from belady.ir.stretches import Stretch
-from belady.ir.trace import Trace
+from belady.ir.trace import StorageKind, Trace
 
 
 def modules_apart(trace: Trace, norms: Iterable[int]) -> frozenset[str]:
@@ -84,6 +84,27 @@ def _held_between(trace: Trace, stretch: Stretch, at: int, storage: int) -> bool
     one, other = (trace.ops[it].module.split(".") for it in (at, released - 1))
     common = [a for a, b in zip(one, other, strict=False) if a == b]
     return one != other and ".".join(common) in {*stretch.apart, ""}
+
+
+def gathered(
+    writing: Rewriting, stretch: Stretch, part: int, like: Op, origin: int
+) -> list[Draft]:
+    """Copy a slice of the gradient of what comes out, if its rows lie apart in the whole.
+
+    Parameters
+    ----------
+    like, origin
+        See `Rewriting.extra`.
+    """
+    if not stretch.scattered:
+        return []
+    whole = writing.value(stretch.gradient, WHOLE)
+    index = writing.extra("clone.default", like, [whole], origin=origin)
+    before = writing.draft(whole)
+    nbytes = before.nbytes * stretch.size(part) // stretch.samples
+    copy = writing.born(Draft(nbytes, before.device, StorageKind.ACTIVATION, index, part=part))
+    writing.name(stretch.gradient, part, copy)
+    return [writing.draft(copy)]
 
 
 class Copies:

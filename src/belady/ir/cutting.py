@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from belady.ir.carrying import Copies, Sums, release_forward
+from belady.ir.carrying import Copies, Sums, gathered, release_forward
 from belady.ir.drawing import Drawing
 from belady.ir.ops import Op
 from belady.ir.slicing import WHOLE, Draft, Rewriting
@@ -214,7 +214,8 @@ class Cut:
             late = self.sums.late(own)
             own = [at for at in own if at not in late]
             for part in stretch.parts:
-                carried = [*self._gathered(part, like), *self.sums.carried(own, part)]
+                carried = gathered(writing, stretch, part, like, self.node)
+                carried += self.sums.carried(own, part)
                 self.copied.read(stage, part, copies=True)
                 self._issue(own, part)
                 self.copied.read(stage, part, copies=False)
@@ -243,17 +244,6 @@ class Cut:
             if at not in done:
                 writing.copy(at)
         return stretch.backward[-1] + 1
-
-    def _gathered(self, part: int, like: Op) -> list[Draft]:
-        """Copy a slice of the gradient of what comes out, where its rows lie apart in the whole."""
-        if not self.stretch.scattered:
-            return []
-        gradient, writing = self.stretch.gradient, self.writing
-        whole = writing.value(gradient, WHOLE)
-        writing.extra("clone.default", like, [whole], origin=self.node)
-        copy = writing.born(self._draft(self._share(gradient, part)))
-        writing.name(gradient, part, copy)
-        return [writing.draft(copy)]
 
     def _totals(self, ops: Sequence[int]) -> list[int]:
         """Gradients of parameters that ``ops`` make, in the order in which the modules ran."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import NoReturn
 
 from belady.errors import PlanMismatchError
 from belady.ir.carrying import find_sums, modules_apart
 from belady.ir.drawing import find_draws
-from belady.ir.ops import FOLDED, Mode, Op, Phase
+from belady.ir.ops import Mode, Op, Phase
 from belady.ir.plan import Section
+from belady.ir.rows import lie_apart, rows_of, showing
 from belady.ir.stretches import Stretch
 from belady.ir.trace import Save, StorageKind, Trace
-from belady.ir.undivided import batch_dim, undivided
+from belady.ir.undivided import undivided
 
 
 def find(trace: Trace, sections: Iterable[Section]) -> list[Stretch]:
@@ -126,8 +126,9 @@ class _Search:
             if self.forward[-1] < trace.values[value].producer < self.backward[0]
         }
         passed_on = self.passed_on(totals)
-        saves = self.showing(given, full)
-        size, larger = divmod(self.samples(saves), self.section.slices)
+        born = {given, *self.born_in(self.forward)}
+        saves = showing(trace, self.forward, self.norms, born, full)
+        size, larger = divmod(self.rows(saves), self.section.slices)
         if size < 1:
             self.refuse(f"there are fewer {self.section.unit}s than there are slices")
         return Stretch(
@@ -149,7 +150,7 @@ class _Search:
             full,
             *find_draws(trace, self.forward),
             self.section.along,
-            self.scattered(saves),
+            lie_apart(trace, saves, self.section.along),
         )
 
     def find_backward(self) -> tuple[int, ...]:
@@ -280,32 +281,9 @@ class _Search:
             )
         }
 
-    def showing(self, given: int, full: frozenset[int]) -> list[Save]:
-        """What is saved of which one dimension has a row a sample."""
-        trace, own = self.trace, set(self.forward)
-        born = {trace.values[value].storage for value in (given, *self.born_in(self.forward))}
-        # Without bytes is what a batch norm of stated statistics saves.
-        moving = {i for i, it in enumerate(trace.storages) if it.nbytes and not it.persistent}
-        found = born & moving - full
-        return [
-            save
-            for value in trace.values
-            if value.storage in found
-            for save in value.saves
-            if save.op in own and (save.as_input or save.op not in self.norms) and save.shape
-            if FOLDED not in trace.ops[save.op].batch_dims
-        ]
-
-    def samples(self, saves: Sequence[Save]) -> int:
-        sizes = {save.shape[batch_dim(self.trace.ops[save.op], save)] for save in saves}
-        if len(sizes) != 1:
+    def rows(self, saves: Sequence[Save]) -> int:
+        found = rows_of(self.trace, saves)
+        if len(found) != 1:
             whole, unit = self.section.whole, self.section.unit
-            self.refuse(f"its {whole} cannot be told from what it saves: {sorted(sizes)} {unit}s")
-        return sizes.pop()
-
-    def scattered(self, saves: Sequence[Save]) -> bool:
-        """Whether the rows of a slice lie apart in a whole tensor: of each sample some."""
-        dims = [batch_dim(self.trace.ops[save.op], save) for save in saves]
-        pairs = zip(saves, dims, strict=True)
-        apart = [prod(save.shape[:dim]) > 1 for save, dim in pairs if dim == self.section.along]
-        return bool(apart) and all(apart)
+            self.refuse(f"its {whole} cannot be told from what it saves: {found} {unit}s")
+        return found[0]

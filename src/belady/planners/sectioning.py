@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, product
+from functools import partial
+from itertools import product
 from operator import itemgetter
 
 from belady.errors import PlanMismatchError
@@ -21,28 +22,23 @@ from belady.ir.margin import needed
 from belady.ir.plan import Budget, Section
 from belady.ir.residency import curve
 from belady.ir.sections import apply
-from belady.ir.trace import Op, Phase, Trace
+from belady.ir.trace import Op, Trace
 from belady.planners.base import assemble
 from belady.planners.floor import FLOOR
 from belady.planners.moves import Case
+from belady.planners.places import Chain, Order, Places, Sections, overlap, with_sections
 from belady.planners.slicework import Work, inside
 
-# Modules that run one after another, and nothing beside them: the children of one Sequential.
-Chain = tuple[str, ...]
-Sections = tuple[Section, ...]
 # More slices make kernels too small to be of use; a longer stretch does more.
 _SLICES = (2, 4, 8, 16, 32, 64)
 # Most ops of one section in all of its slices: more are no longer planned in a minute.
 _OPS = 100_000
 _ROUNDS = 16
 # By how much fewer slices of a part of a stretch are than those of the whole, and how many that do
-# not fit are tried before it is left at that.
-_FEWER, _EASIER = (1, 2, 4, 8, 16), 40
+# not fit are tried before it is left at that: fewer of more sections than so many.
+_FEWER, _EASIER, _MANY = (1, 2, 4, 8, 16), 40, 8
 # Work in slices, of that without, which is worth no search for less.
 _LITTLE = 1.03
-# What is tried first: short stretches, whose ends are resident as a whole, or long ones, where one
-# number of slices has to do for all.
-Order = Callable[[Chain], int]
 _ORDERS: tuple[Order, ...] = (len, lambda it: -len(it))
 # The batch first: slices of it are dense, and more is known to treat samples by themselves.
 _ALONGS = (0, 1)
@@ -130,13 +126,12 @@ class Sectioning:
         self._dims = dims
         self._hardware = hardware
         self._budget = budget
-        self._chains = chains
         self._may = may
         self._work = Work(trace)
         self._known: dict[Sections, tuple[int, str]] = {}
         self._allowed: dict[tuple[Chain, int], bool] = {}
         self._counts: dict[tuple[Chain, int], tuple[int, ...]] = {}
-        self._out = _output_bytes(trace)
+        self._places = Places(trace, chains)
 
     def within(self, nbytes: int) -> Sections | None:
         """The least work in slices with which the floor fits in ``nbytes``; None if none do."""
@@ -154,8 +149,31 @@ class Sectioning:
             better = next(self._better(order, chosen, at, nbytes), None)
             if better is None:
                 return None
-            chosen = better
+            chosen = self._also_alike(chosen, better, nbytes)
         return None
+
+    def _also_alike(self, before: Sections, chosen: Sections, nbytes: int) -> Sections:
+        """With the same in as many layers like that of what is new as would be the worst next."""
+        for section in [it for it in chosen if it not in before]:
+            alike = self._places.alike(section)
+            others = [it for it in alike if not any(overlap(it, taken) for taken in chosen)]
+            enough = partial(self._is_enough, chosen, others, nbytes)
+            found = bisect_left(range(len(others)), True, key=enough)
+            if all(map(self._is_allowed, others[:found])):
+                chosen = with_sections(chosen, others[:found])
+        return chosen
+
+    def _is_enough(
+        self, chosen: Sections, others: Sequence[Section], nbytes: int, count: int
+    ) -> bool:
+        """Whether so many of ``others`` are enough for the rest not to be the worst."""
+        left, at = self._needed(with_sections(chosen, others[:count]))
+        return left <= nbytes or not any(inside(at, it.modules) for it in others[count:])
+
+    def _helps(self, sections: Sections, new: Section, before: int, nbytes: int) -> bool:
+        """Whether with ``new`` its modules are no longer the worst."""
+        left, where = self._needed(sections)
+        return left <= nbytes or (left <= before and not inside(where, new.modules))
 
     def _refined(self, sections: Sections, nbytes: int) -> Sections:
         """With less work, if they add much: fewer slices, or of parts of stretches, while all fits.
@@ -182,7 +200,7 @@ class Sectioning:
                 failed.append(slices)
             elif all(map(self._is_allowed, sections)):
                 return sections
-            if len(failed) == _EASIER:
+            if len(failed) * max(_MANY, len(sections)) >= _MANY * _EASIER:
                 break
         return None
 
@@ -209,7 +227,7 @@ class Sectioning:
             for section in sorted(found, key=lambda it: it.slices):
                 # The real module runs for an answer: asked last.
                 if self._is_allowed(section):
-                    yield _with(chosen, section)
+                    yield with_sections(chosen, [section])
 
     def _fewest(self, chosen: Sections, modules: Chain, along: int, nbytes: int) -> Section | None:
         """A stretch in the fewest slices with which its modules are not the worst; None if none.
@@ -222,8 +240,8 @@ class Sectioning:
         counts = [it for it in self._possible(modules, along) if it > present]
 
         def helps(slices: int) -> bool:
-            left, where = self._needed(_with(chosen, Section(modules, slices, along)))
-            return left <= nbytes or (left < needed and not inside(where, modules))
+            section = Section(modules, slices, along)
+            return self._helps(with_sections(chosen, [section]), section, needed, nbytes)
 
         index = bisect_left(counts, True, key=helps)
         return Section(modules, counts[index], along) if index < len(counts) else None
@@ -246,23 +264,11 @@ class Sectioning:
         return self._counts[modules, along]
 
     def _candidates(self, order: Order, chosen: Sections, at: str) -> Iterator[Sequence[Chain]]:
-        """Stretches around ``at`` with the smallest bytes at their ends; equal ones together."""
+        """What to cut, or cut finer, so that module ``at`` is not the worst."""
         present = next((it for it in chosen if inside(at, it.modules)), None)
         if present is not None:
             yield [present.modules]
-        for chain in self._chains:
-            middle = next((i for i, name in enumerate(chain) if inside(at, (name,))), None)
-            if middle is not None:
-                stretches = sorted(self._stretches(chain, middle), key=order)
-                yield from (list(equal) for _, equal in groupby(stretches, key=order))
-
-    def _stretches(self, chain: Chain, middle: int) -> Iterator[Chain]:
-        """Runs of ``chain`` that begin and end where little goes in and out."""
-        sizes = [self._out.get(name, 0) for name in chain]
-        first = [i for i in range(middle + 1) if i == 0 or _lower(sizes, i - 1)]
-        last = [j for j in range(middle, len(chain)) if _lower(sizes, j)]
-        for i, j in product(first, last):
-            yield chain[i : j + 1]
+        yield from self._places.around(at, order)
 
     def _is_allowed(self, section: Section) -> bool:
         """Whether it may be cut at all, asked once for all numbers of slices."""
@@ -291,31 +297,3 @@ def _needed(trace: Trace, hardware: HardwareProfile, budget: Budget) -> tuple[in
     held = curve(trace, assemble(case, FLOOR.draft(case)), hardware.allocator)
     nbytes, at = needed(trace, hardware.allocator, held)
     return nbytes, trace.ops[at].module if held else ""
-
-
-def _with(chosen: Sections, section: Section) -> Sections:
-    """The sections with one more, in place of those that it is about."""
-    rest = (it for it in chosen if not _overlap(it.modules, section.modules))
-    return tuple(sorted((*rest, section), key=lambda it: it.modules))
-
-
-def _output_bytes(trace: Trace) -> dict[str, int]:
-    """Bytes that the last forward op of each module, and of each module around it, writes."""
-    found: dict[str, int] = {}
-    for op in trace.ops:
-        if op.phase is Phase.FORWARD and op.writes:
-            nbytes = sum(trace.storages[trace.values[v].storage].nbytes for v in op.writes)
-            path = op.module
-            while path:
-                found[path] = nbytes
-                path = path.rpartition(".")[0]
-    return found
-
-
-def _lower(sizes: Sequence[int], index: int) -> bool:
-    """Whether less comes out of a module than of the one before it, or it is the last."""
-    return index == len(sizes) - 1 or index == 0 or sizes[index] < sizes[index - 1]
-
-
-def _overlap(one: Sequence[str], other: Sequence[str]) -> bool:
-    return any(inside(name, other) for name in one) or any(inside(name, one) for name in other)

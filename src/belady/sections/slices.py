@@ -10,7 +10,6 @@ from torch import Tensor
 from belady.errors import SectionError
 from belady.memory.geometry import dense
 
-
 _THE_BATCH = ("samples", "first dimension is not the batch")
 
 

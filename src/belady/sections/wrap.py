@@ -34,15 +34,15 @@ def _always() -> bool:
 def wrap(
     model: nn.Module, sections: Iterable[Section], when: Callable[[], bool] = _always
 ) -> Callable[[], None]:
-    """Run modules of ``model`` in slices along a dimension of their input.
+    """Run modules of ``model`` in slices along the batch, or the tokens of each sample.
 
-    That is the batch, or the tokens, see `Section.along`. A section of one module replaces the forward of that module; one of several replaces the
+    A section of one module replaces the forward of that module; one of several replaces the
     forward of the `torch.nn.Sequential` whose consecutive children they are. Nothing else
     changes: names, parameters, ``state_dict``, hooks. Copies and pickles of the model run
     unsectioned.
 
     A call is cut into slices when grad is enabled and its input or a parameter needs a gradient,
-    a batch of fewer samples (tokens) than slices into these; any other call runs as before. Hooks on
+    one of fewer samples (tokens) than slices into these; any other call runs as before. Hooks on
     modules inside a section would see slices, so they are refused; global module hooks do see them.
 
     Parameters
