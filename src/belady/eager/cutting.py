@@ -128,7 +128,7 @@ class Cutting:
         beside = dict.fromkeys((_workspace_share(module, call, self._device), 0.0))
         if any(self._cut(key, found, share, _COPIES) for share in beside):
             return True
-        self.refused = tuple(found.refused.values())
+        self.refused = tuple(dict.fromkeys(found.refused.values()))
         return False
 
     def make_room(self, key: Key, module: nn.Module, call: Call, trace: Trace) -> None:

@@ -86,9 +86,7 @@ def _held_between(trace: Trace, stretch: Stretch, at: int, storage: int) -> bool
     return one != other and ".".join(common) in {*stretch.apart, ""}
 
 
-def gathered(
-    writing: Rewriting, stretch: Stretch, part: int, like: Op, origin: int
-) -> list[Draft]:
+def gathered(writing: Rewriting, stretch: Stretch, part: int, like: Op, origin: int) -> list[Draft]:
     """Copy a slice of the gradient of what comes out, if its rows lie apart in the whole.
 
     Parameters

@@ -16,6 +16,8 @@ Sections = tuple[Section, ...]
 # What is tried first: short stretches, whose ends are resident as a whole, or long ones, where one
 # number of slices has to do for all.
 Order = Callable[[Chain], int]
+# By how much fewer slices of a part of a stretch are than those of the whole.
+_FEWER = (1, 2, 4, 8, 16)
 
 
 class Places:
@@ -86,6 +88,28 @@ def with_sections(chosen: Sections, new: Iterable[Section]) -> Sections:
     new = tuple(new)
     rest = (it for it in chosen if not any(overlap(it, other) for other in new))
     return tuple(sorted((*rest, *new), key=lambda it: it.modules))
+
+
+def easier(sections: Sections) -> Iterator[Sections]:
+    """Sections with one of them in fewer slices, or in two parts of which one is."""
+    for section in sections:
+        modules, most = section.modules, section.slices
+        rest = [it for it in sections if it is not section]
+        for at, fewer in product(range(len(modules)), _FEWER):
+            for first, last in ((most, most // fewer), (most // fewer, most)):
+                parts = (
+                    replace(section, modules=modules[:at], slices=first),
+                    replace(section, modules=modules[at:], slices=last),
+                )
+                some = (it for it in parts if it.modules and it.slices > 1)
+                yield tuple(sorted((*rest, *some), key=lambda it: it.modules))
+
+
+def may_replace(section: Section, chosen: Sections) -> Iterator[bool]:
+    """Of each that is ``chosen``: whether it is apart, or the same in fewer slices."""
+    for other in chosen:
+        finer = other.modules == section.modules and other.slices < section.slices
+        yield finer or not overlap(section, other)
 
 
 def overlap(one: Section, other: Section) -> bool:

@@ -26,7 +26,15 @@ from belady.ir.trace import Op, Trace
 from belady.planners.base import assemble
 from belady.planners.floor import FLOOR
 from belady.planners.moves import Case
-from belady.planners.places import Chain, Order, Places, Sections, overlap, with_sections
+from belady.planners.places import (
+    Chain,
+    Order,
+    Places,
+    Sections,
+    easier,
+    may_replace,
+    with_sections,
+)
 from belady.planners.slicework import Work, inside
 
 # More slices make kernels too small to be of use; a longer stretch does more.
@@ -34,9 +42,9 @@ _SLICES = (2, 4, 8, 16, 32, 64)
 # Most ops of one section in all of its slices: more are no longer planned in a minute.
 _OPS = 100_000
 _ROUNDS = 16
-# By how much fewer slices of a part of a stretch are than those of the whole, and how many that do
-# not fit are tried before it is left at that: fewer of more sections than so many.
-_FEWER, _EASIER, _MANY = (1, 2, 4, 8, 16), 40, 8
+# How many with less work that do not fit are tried before it is left at that: fewer of more
+# sections than so many.
+_EASIER, _MANY = 40, 8
 # Work in slices, of that without, which is worth no search for less.
 _LITTLE = 1.03
 _ORDERS: tuple[Order, ...] = (len, lambda it: -len(it))
@@ -155,8 +163,7 @@ class Sectioning:
     def _also_alike(self, before: Sections, chosen: Sections, nbytes: int) -> Sections:
         """With the same in as many layers like that of what is new as would be the worst next."""
         for section in [it for it in chosen if it not in before]:
-            alike = self._places.alike(section)
-            others = [it for it in alike if not any(overlap(it, taken) for taken in chosen)]
+            others = [it for it in self._places.alike(section) if all(may_replace(it, chosen))]
             enough = partial(self._is_enough, chosen, others, nbytes)
             found = bisect_left(range(len(others)), True, key=enough)
             if all(map(self._is_allowed, others[:found])):
@@ -181,8 +188,8 @@ class Sectioning:
         Where they add little, more slices leave more room: they stay.
         """
         while (now := self._work(sections)) > _LITTLE * self._work(()):
-            easier = ((self._work(it), it) for it in dict.fromkeys(self._easier(sections)))
-            less = sorted((it for it in easier if it[0] < now), key=itemgetter(0))
+            candidates = ((self._work(it), it) for it in dict.fromkeys(easier(sections)))
+            less = sorted((it for it in candidates if it[0] < now), key=itemgetter(0))
             found = self._first_that_fits([it for _, it in less], nbytes)
             if found is None:
                 break
@@ -204,20 +211,6 @@ class Sectioning:
                 break
         return None
 
-    def _easier(self, sections: Sections) -> Iterator[Sections]:
-        """Sections with one of them in fewer slices, or in two parts of which one is."""
-        for section in sections:
-            modules, most = section.modules, section.slices
-            rest = [it for it in sections if it is not section]
-            for at, fewer in product(range(len(modules)), _FEWER):
-                for first, last in ((most, most // fewer), (most // fewer, most)):
-                    parts = (
-                        replace(section, modules=modules[:at], slices=first),
-                        replace(section, modules=modules[at:], slices=last),
-                    )
-                    some = (it for it in parts if it.modules and it.slices > 1)
-                    yield tuple(sorted((*rest, *some), key=lambda it: it.modules))
-
     def _better(self, order: Order, chosen: Sections, at: str, nbytes: int) -> Iterator[Sections]:
         """Sections with which module ``at`` is no longer that much over, least change first."""
         each = product(_ALONGS, list(self._candidates(order, chosen, at)))
@@ -232,17 +225,22 @@ class Sectioning:
     def _fewest(self, chosen: Sections, modules: Chain, along: int, nbytes: int) -> Section | None:
         """A stretch in the fewest slices with which its modules are not the worst; None if none.
 
-        More slices need less: by bisection.
+        More slices need less, as long as what is in one is worth moving: by bisection.
         """
         needed, _ = self._needed(chosen)
         same = (it.slices for it in chosen if (it.modules, it.along) == (modules, along))
         present = next(same, 1)
         counts = [it for it in self._possible(modules, along) if it > present]
 
-        def helps(slices: int) -> bool:
+        def cut(slices: int) -> tuple[Sections, Section]:
             section = Section(modules, slices, along)
-            return self._helps(with_sections(chosen, [section]), section, needed, nbytes)
+            return with_sections(chosen, [section]), section
 
+        def helps(slices: int) -> bool:
+            return self._helps(*cut(slices), needed, nbytes)
+
+        while counts and self._needed(cut(counts[-1])[0])[0] > needed:
+            counts.pop()
         index = bisect_left(counts, True, key=helps)
         return Section(modules, counts[index], along) if index < len(counts) else None
 
@@ -254,6 +252,9 @@ class Sectioning:
                 stretches = find(self._seen((section,)), [section])
             except PlanMismatchError:
                 stretches = []
+                if along and self._dims(along) is not None:
+                    # What mixes tokens often shows it here; whoever knows the reason takes it down.
+                    self._may(section)
             samples = min((sum(it.sizes) for it in stretches), default=0)
             ops = sum(len(it.forward) + len(it.backward) for it in stretches)
             # Of few samples each can be a slice.

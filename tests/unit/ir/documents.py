@@ -115,7 +115,7 @@ def plans() -> st.SearchStrategy[Plan]:
         TEXT,
         st.builds(Budget, INTS, st.none() | INTS, st.none() | INTS),
         assignments=some(st.builds(Assignment, INTS, decisions, TEXT)),
-        sections=some(st.builds(Section, some(TEXT), INTS)),
+        sections=some(st.builds(Section, some(TEXT), INTS, INTS)),
         order_edits=some(st.builds(OrderEdit, INTS, INTS)),
         reuse_classes=some(some(INTS)),
         workspace=st.sampled_from(Workspace),

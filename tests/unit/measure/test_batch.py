@@ -85,3 +85,53 @@ def test_where_another_batch_does_not_run_the_same_nothing_is_known() -> None:
         trace = traced(Fussy(refuses=refuses), torch.ones(3, 4))
         assert trace.ops
         assert all(op.batch_dims == () for op in trace.ops)
+
+
+def along_tokens(module: nn.Module, *args: Any) -> Trace:
+    return static_trace_with_batch(module, (args, {}), CPU, along=1)
+
+
+def test_tokens_are_found_in_one_sequence_and_in_several() -> None:
+    for samples, rows in ((1, 0), (2, FOLDED)):
+        trace = along_tokens(Block(16, 2), torch.rand(samples, 5, 16))
+        addmm = [trace.ops[index].batch_dims for index in ops_named(trace, "addmm.default")]
+        assert set(addmm) == {(None, rows, None)}
+        norms = ops_named(trace, "native_layer_norm.default")
+        assert {trace.ops[index].batch_dims for index in norms} == {(1, None, None)}
+        assert trace.fingerprint == traced(Block(16, 2), torch.rand(samples, 5, 16)).fingerprint
+
+
+def test_a_norm_over_all_of_a_sequence_acts_along_its_tokens() -> None:
+    class Normed(nn.Module):
+        def forward(self, x: Tensor, dims: int) -> Tensor:
+            return nn.functional.layer_norm(x, x.shape[dims:])
+
+    for dims, expected in ((2, 1), (1, SPREAD)):
+        trace = along_tokens(Normed(), torch.rand(2, 5, 16, requires_grad=True), dims)
+        assert op_named(trace, "native_layer_norm.default")[1].batch_dims == (expected,)
+
+
+def test_more_tokens_than_a_model_allows_are_not_asked_for() -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Embedding(5, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[1] <= 5
+            return x.tanh() + self.places.weight[: x.shape[1]]
+
+    trace = along_tokens(Placed(), torch.rand(1, 5, 16, requires_grad=True))
+    assert op_named(trace, "tanh.default")[1].batch_dims == (1,)
+
+
+def test_of_two_tokens_nothing_is_known() -> None:
+    for x in (torch.ones(3, 2, 4), torch.ones(4)):
+        trace = along_tokens(nn.Linear(4, 4), x)
+        assert all(op.batch_dims == () for op in trace.ops)
+
+
+def test_strides_of_a_call_are_those_of_fewer_tokens() -> None:
+    x = torch.rand(2, 16, 5).mT.requires_grad_()
+    trace = along_tokens(nn.Sequential(nn.Tanh(), nn.Linear(16, 4)), x)
+    assert op_named(trace, "tanh.default")[1].batch_dims == (1,)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from belady.ir.along import Dims
 from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.static import with_state
 from belady.planners import smallest_budget
-from belady.planners.sectioning import over_budget, sections_for, with_workspaces
+from belady.planners.sectioning import Sectioning, over_budget, sections_for, with_workspaces
 from tests.unit.planners.nets import gpu
 
 PLENTY = Budget(1 << 40)
@@ -159,3 +160,98 @@ def test_a_workspace_that_is_known_stays() -> None:
     trace, _ = traced(flat)
     known = replace(trace, ops=tuple(replace(op, workspace_bytes=5) for op in trace.ops))
     assert with_workspaces(known, 2.0) == known
+
+
+class Sequences(nn.Module):
+    """Layers that do the same on one sequence, then another kind of layers."""
+
+    def __init__(self, layers: int, frozen: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(self.layer(512) for _ in range(layers))
+        self.others = nn.ModuleList(self.layer(128) for _ in range(2))
+        for parameter in (*self.layers.parameters(), *self.others.parameters()):
+            parameter.requires_grad_(not frozen)
+
+    def layer(self, wide: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, wide), nn.GELU(), nn.Linear(wide, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in (*self.layers, *self.others):
+            x = x + layer(x)
+        return x
+
+
+def search(layers: int, frozen: bool, asked: list[Section]) -> Sectioning:
+    model, call = Sequences(layers, frozen), ((torch.randn(1, 4096, 64),), {})
+    seen = [static_trace_with_batch(model, call, torch.device("cpu"), it) for it in (0, 1)]
+    storages = tuple(replace(storage, device="cuda") for storage in seen[0].storages)
+    trace = replace(seen[0], device="cuda", storages=storages)
+    chains = [(name,) for name, _ in model.named_modules() if name.count(".") == 1]
+
+    def may(section: Section) -> bool:
+        asked.append(section)
+        return True
+
+    def dims(along: int) -> Dims:
+        assert along == 1
+        return [op.batch_dims for op in seen[1].ops]
+
+    return Sectioning(trace, gpu(), PLENTY, chains, may, dims)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_that_do_the_same_are_cut_alike_along_their_tokens(frozen: bool) -> None:
+    asked: list[Section] = []
+    sectioning = search(24, frozen, asked)
+    whole, _ = sectioning._needed(())
+    found = sectioning._found(len, int(0.75 * whole))
+    assert found is not None
+    assert {it.modules[0].split(".")[0] for it in found} == {"layers"}
+    assert sorted(int(it.modules[0].split(".")[1]) for it in found) == list(range(24))
+    assert {it.along for it in found} == {1}
+    # Cut finer where it takes that, and not one layer after another.
+    assert {it.slices for it in found} <= {2, 4}
+    assert len(asked) == 24
+    assert len(sectioning._known) < 24
+    assert sectioning.within(int(0.75 * whole)) is not None
+
+
+def test_no_more_layers_are_cut_than_it_takes() -> None:
+    sectioning = search(8, False, [])
+    whole, at = sectioning._needed(())
+    one = (Section((at.rpartition(".")[0],), 2, along=1),)
+    without, next_at = sectioning._needed(one)
+    assert without < whole
+    assert next_at.rpartition(".")[0] != at.rpartition(".")[0]
+    assert sectioning.within(without) == one
+
+
+def test_what_may_not_be_cut_leaves_those_like_it_to_the_search() -> None:
+    sectioning = search(4, False, [])
+    whole, _ = sectioning._needed(())
+    sectioning._may = lambda section: section.modules != ("layers.2",)
+    assert sectioning.within(int(0.6 * whole)) is None
+
+
+def test_of_few_samples_tokens_are_cut_and_of_enough_they_are_not() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 512), nn.GELU())
+    model.append(nn.Linear(512, 64))
+    for samples, along in ((2, 1), (64, 0)):
+        call = ((torch.randn(samples, 65536 // samples, 64),), {})
+        seen = [static_trace_with_batch(model, call, torch.device("cpu"), it) for it in (0, 1)]
+        storages = tuple(replace(storage, device="cuda") for storage in seen[0].storages)
+        trace = replace(seen[0], device="cuda", storages=storages)
+        dims = [op.batch_dims for op in seen[1].ops]
+        chain = tuple(str(number) for number in range(5))
+        sectioning = Sectioning(trace, gpu(), PLENTY, [chain], everything, lambda _, it=dims: it)
+        found = sectioning.within(int(0.35 * sectioning._needed(())[0]))
+        assert found
+        assert {it.along for it in found} == {along}
+
+
+def test_where_tokens_are_not_known_nothing_is_cut_along_them() -> None:
+    sectioning = search(2, False, [])
+    sectioning._dims = lambda _: None
+    assert sectioning.within(sectioning._needed(())[0] // 2) is None
