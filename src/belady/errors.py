@@ -14,7 +14,7 @@
     ├── OutOfMemoryError            (MemoryError)  the device ran out in spite of the plan
     ├── StaleValueError             (RuntimeError) a saved tensor was changed in place
     ├── TraceError                  an iteration that cannot be traced
-    ├── SectionError                modules that cannot run in slices along the batch
+    ├── SectionError                modules that cannot run in slices
     ├── OrderError                  a gradient that the coordinated order cannot give
     ├── GraphError                  a gradient that a captured graph cannot give
     └── MissingExtraError           (ImportError)  an optional dependency is absent
@@ -105,7 +105,7 @@ class TraceError(BeladyError):
 
 
 class SectionError(BeladyError):
-    """Modules cannot run in slices along the batch; the message says which and why."""
+    """Modules cannot run in slices; the message says which and why."""
 
 
 class OrderError(BeladyError):

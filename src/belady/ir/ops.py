@@ -70,10 +70,10 @@ class Op:
     reads, writes
         Ids of values.
     batch_dims
-        For each of ``reads`` the dimension that carries the batch; `FOLDED` where this is the
-        first, with several rows a sample (tokens), `SPREAD` where more is in it than one dimension
-        shows; None where nothing of the batch is in it. Where a value is read in several ways, for
-        each operand. Empty where it is not known.
+        For each of ``reads`` the dimension that carries the batch, or, in a trace made to show
+        these, the tokens; `FOLDED` where this is the first, with several rows a sample (tokens),
+        `SPREAD` where more is in it than one dimension shows; None where nothing of the batch is
+        in it. Where a value is read in several ways, for each operand. Empty where it is not known.
     forward_op
         For a backward op, the index of the forward op that it differentiates.
     algorithms

@@ -1,4 +1,4 @@
-"""Sections: a trace as it will be when modules run in slices along the batch.
+"""Sections: a trace as it will be when modules run in slices along the batch, or the tokens.
 
 Cutting memory objects along the batch lowers the floor of a plan from the largest op to the largest
 slice of one (tvDNN: Park et al., PPoPP 2018, "memory-object sectioning").
@@ -24,6 +24,11 @@ def apply(trace: Trace, sections: Iterable[Section]) -> Trace:
     each stage slice by slice; so do the storages, values and saves that they make, with their exact
     share of the bytes. What goes into a section and what comes out of it, with their gradients,
     stay whole. Kernel seconds and workspaces are divided, host seconds are not.
+
+    Parameters
+    ----------
+    trace
+        With `Op.batch_dims` of what each section is cut along, see `belady.ir.along.seen_along`.
 
     Notes
     -----

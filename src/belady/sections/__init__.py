@@ -1,1 +1,1 @@
-"""Runs modules in slices along the batch, as a plan's sections say."""
+"""Runs modules in slices along the batch or the tokens, as a plan's sections say."""
