@@ -127,7 +127,7 @@ class _Search:
         }
         passed_on = self.passed_on(totals)
         born = {given, *self.born_in(self.forward)}
-        saves = showing(trace, self.forward, self.norms, born, full)
+        saves = showing(trace, frozenset(self.forward), self.norms, born, full)
         size, larger = divmod(self.rows(saves), self.section.slices)
         if size < 1:
             self.refuse(f"there are fewer {self.section.unit}s than there are slices")

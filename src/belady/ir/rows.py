@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from math import prod
 
 from belady.ir.ops import FOLDED
@@ -12,10 +13,10 @@ from belady.ir.undivided import batch_dim
 
 def showing(
     trace: Trace,
-    forward: Collection[int],
-    norms: Collection[int],
+    forward: AbstractSet[int],
+    norms: AbstractSet[int],
     values: Iterable[int],
-    full: Collection[int],
+    full: AbstractSet[int],
 ) -> list[Save]:
     """What ``forward`` saves of ``values`` of which one dimension has a row a sample.
 
@@ -29,7 +30,7 @@ def showing(
     born = {trace.values[value].storage for value in values}
     # Without bytes is what a batch norm of stated statistics saves.
     moving = {i for i, it in enumerate(trace.storages) if it.nbytes and not it.persistent}
-    found = born & moving - frozenset(full)
+    found = born & moving - full
     return [
         save
         for value in trace.values

@@ -255,6 +255,30 @@ def test_a_batch_norm_over_tokens_is_refused(samples: int) -> None:
     undo()
 
 
+class Turned(nn.Module):
+    """Drops where tokens are in another dimension, which slices would give numbers out along."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.dropout = dim, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.dim:
+            return self.dropout(x.flatten(0, 1)).view(x.shape).tanh()
+        return self.dropout(x.transpose(1, self.dim)).transpose(1, self.dim).tanh()
+
+
+@SAMPLES
+@pytest.mark.parametrize("dim", [0, 2])
+def test_a_dropout_that_has_tokens_elsewhere_is_refused(dim: int, samples: int) -> None:
+    model, x = Around(Turned(dim)), tokens(samples, needs_gradient=True)
+    (first, *_) = found(model, INNER, x)
+    assert "does not have the tokens in the second dimension" in first
+    wrap(model, [INNER])
+    with pytest.raises(SectionError, match="a Dropout is given samples that do not lie dense"):
+        model(x)
+
+
 def test_what_a_trace_does_not_show_is_tried() -> None:
     def peeks(x: Tensor) -> Tensor:
         return x * (1.0 if x.shape[1] > 4 else 2.0)
