@@ -31,7 +31,8 @@ _ELEMENTWISE = _names(
     "masked_fill masked_fill_ clone copy_ contiguous _to_copy empty_like zeros_like ones_like",
     "full_like",
 )
-# Along some dimensions, of which none is the batch's where it is named.
+# Along one dimension, which is not the batch's where it is named; or along the last ones, of sizes
+# that they are given as numbers, which the batch's is not.
 _ALONG = _names("_softmax _log_softmax _safe_softmax native_layer_norm _fused_rms_norm")
 # Whatever their arguments, these treat every row of the first dimension by itself, or leave the
 # rows in their order, so a sample may have several.

@@ -118,8 +118,10 @@ def _dims(op: Op, places: _Places, one: Issued, other: Issued) -> list[int | Non
     if op.name.startswith("aten.embedding."):
         # A table of which any row may be taken.
         dims[0] = None if dims[0] is None else SPREAD
-    along = one.along | ({FOLDED} if 0 in one.along else set())
-    return [SPREAD if dim in along else dim for dim in dims]
+    if one.along is not None:
+        along = {one.along} | ({FOLDED} if not one.along else set())
+        dims = [SPREAD if dim in along else dim for dim in dims]
+    return dims
 
 
 class _Rows(NamedTuple):

@@ -16,8 +16,6 @@ from belady.memory.geometry import shape_of, unseen
 _SIZES = frozenset({"size", "stride", "N"})
 # Ops that act along the dimension that this argument names, and keep it.
 _ALONG = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "cat"})
-# Ops that act along the last dimensions, as many as it has sizes, and keep them.
-_ALONG_LAST = frozenset({"native_layer_norm", "_fused_rms_norm"})
 
 
 class Laid(NamedTuple):
@@ -39,13 +37,13 @@ class Issued(NamedTuple):
     numbers
         All other arguments but sizes, and the numbers that were made a tensor of.
     along
-        Dimensions of its operands along which it acts and which it keeps.
+        The dimension of its operands along which it acts and which it keeps, or None.
     """
 
     operands: tuple[Laid, ...]
     results: tuple[Laid, ...]
     numbers: tuple[str, ...]
-    along: frozenset[int]
+    along: int | None
 
 
 class LayoutRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -104,12 +102,9 @@ def _numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
                     yield repr(leaf.tolist())
 
 
-def _along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> frozenset[int]:
-    name = str(func).removeprefix("aten.").split(".")[0]
-    if name not in _ALONG | _ALONG_LAST:
-        return frozenset()
-    given = dict(_named(func, args, kwargs))
+def _along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
+    if str(func).removeprefix("aten.").split(".")[0] not in _ALONG:
+        return None
+    (dim,) = (given for name, given in _named(func, args, kwargs) if name == "dim")
     rank = max(tensor.dim() for tensor in tensors_in(args))
-    if name in _ALONG_LAST:
-        return frozenset(range(rank - len(given["normalized_shape"]), rank))
-    return frozenset({int(given["dim"]) % rank} if rank else ())
+    return int(dim) % rank if rank else None
