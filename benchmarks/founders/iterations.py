@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from belady.eager import cutting
 from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.ordered.policies import ALWAYS, AS_NEEDED
 from belady.ordered.wrap import ordered
 from belady.planners.sectioning import sections_for
+from belady.sections import cutting
 from belady.sections.allowed import reasons
+from belady.sections.candidate import chains
 from benchmarks.founders.claim import Net
 from benchmarks.founders.machines import MACHINES
 from benchmarks.founders.traces import flops, observed_on, slowed, static
@@ -32,7 +33,7 @@ class Way(NamedTuple):
 class Iteration:
     """One network on one machine: as it is, in the coordinated order, in slices.
 
-    What a policy may do is what `belady.ordered.policies` and `belady.eager.cutting` say. Only ops
+    What a policy may do is what `belady.ordered.policies` and `belady.sections.cutting` say. Only ops
     are asked whether a section may be cut; the engine tries it on numbers as well. ``slower`` and
     ``heavier`` say how many times as long each op takes, and each byte that moves.
     """
@@ -82,8 +83,7 @@ class Iteration:
         def may(section: Section) -> bool:
             return not reasons(model, section, trace)
 
-        chains = cutting.chains(model)
-        found = sections_for(trace, self.hardware, Budget(nbytes), chains, may)
+        found = sections_for(trace, self.hardware, Budget(nbytes), chains(model), may)
         if not found:
             return None
         return Way("; ".join(map(_words, found)), apply(trace, found))

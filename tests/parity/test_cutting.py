@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import belady
-from belady.eager import cutting
 from belady.errors import InfeasibleBudgetError
 from belady.forwards import plain_forward
 from belady.ir.run import Run
 from belady.ir.trace import Tier
+from belady.sections import cutting
 from belady.sections.call import SlicedCall
 from tests.support.models import Task
 from tests.support.training import Training, footprint, plain

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from belady.eager.cutting import Cutting
-from belady.eager.gate import Gate
-from belady.eager.key import Key
 from belady.eager.limits import foreseen, least_with_state, refuse_infeasible
 from belady.eager.ordering import Ordering
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Phase, Trace
+from belady.measure.key import Key
 from belady.measure.stages import Policy
 from belady.measure.static import trained_bytes
 from belady.planners import smallest_budget
+from belady.sections.cutting import Cutting
+from belady.sections.gate import Gate
 from belady.sections.losses import Losses
 from belady.units import format_bytes
 

@@ -14,7 +14,6 @@ import torch
 from belady.eager.admission import Admission, Call
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
-from belady.eager.key import Key, parameters_of, walk
 from belady.eager.kinds import Kind, Planning
 from belady.eager.lasting import Gradients, settle_state
 from belady.eager.replay import Recipes
@@ -26,6 +25,7 @@ from belady.ir.trace import Tier, Trace
 from belady.measure.algorithms import Algorithms
 from belady.measure.calls import Learner
 from belady.measure.clock import NoClock, clock_for
+from belady.measure.key import Key, parameters_of, walk
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
 from belady.measure.observe import undisturbed

@@ -11,11 +11,11 @@ import torch
 from belady.eager.content import unpack
 from belady.eager.hooks import HookPair, Pack, Unpack, aside_from_compile
 from belady.eager.immediate import Immediate
-from belady.eager.key import Key
 from belady.eager.planned import Planned
 from belady.ir.plan import Workspace
 from belady.ir.trace import Phase, Trace
 from belady.measure.calls import Calls
+from belady.measure.key import Key
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation, watched
 from belady.memory.algorithms import beside

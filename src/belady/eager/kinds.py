@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from belady.eager.digests import Digests
-from belady.eager.key import Key
 from belady.eager.planned import Planned
 from belady.eager.replay import Recipes
 from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Trace
 from belady.measure.calls import compiled_anything
+from belady.measure.key import Key
 from belady.measure.progress import Progress
 from belady.measure.stages import Policy
 from belady.measure.verification import Trial, Verification

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from belady.eager.cutting import POLICIES as CUTTING
 from belady.errors import BudgetError, InfeasibleBudgetError, OutOfMemoryError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
@@ -21,6 +20,7 @@ from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES, smallest_budget
 from belady.planners import plan as make_plan
+from belady.sections.cutting import POLICIES as CUTTING
 from belady.units import format_bytes, parse_bytes
 
 ENGINES = ("eager", "graph", "inductor", "auto")

@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
 
 from belady.eager.conductor import Conductor
 from belady.eager.iteration import Iteration
-from belady.eager.key import Key, pass_key
 from belady.forwards import Late, is_patched
+from belady.measure.key import Key, pass_key
 from belady.measure.monitor import Sample
 from belady.measure.stages import Stage
 

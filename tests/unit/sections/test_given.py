@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from belady.eager.candidate import Candidate
 from belady.errors import SectionError
 from belady.ir.plan import Section
 from belady.ir.sections import apply
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.static import static_trace
+from belady.sections.candidate import Candidate
 from belady.sections.given import separated
 from belady.sections.wrap import wrap
 from tests.unit.measure.watching import CPU

@@ -9,30 +9,25 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._prims_common import suggest_memory_format
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves
 
-from belady.eager.candidate import Call, Candidate, chains
-from belady.eager.gate import Gate
-from belady.eager.key import Key, walk
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
+from belady.measure.key import Key, walk
 from belady.measure.stages import Policy
 from belady.measure.static import trained_bytes
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget, with_workspaces
+from belady.sections.candidate import Call, Candidate, chains
+from belady.sections.gate import Gate
+from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
 from belady.sections.wrap import wrap
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
 # Copies of the parameters that an optimizer may keep, most first: Adam's two, momentum, or none.
 _COPIES = (2, 1, 0)
-# Most workspace of cuDNN's algorithms with tensor cores and without, in NCHW and in channels_last,
-# in bytes of the largest operand (H200; `python -m benchmarks kernels --question convolution`).
-_WITH_TENSOR_CORES, _WITHOUT = (2.0, 0.0), (6.3, 8.3)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 _ROOM = (0.85, 1.0)
@@ -43,8 +38,17 @@ _ANEW, _LESS = 2, 0.98
 _KINDS = 64
 
 
+# Puts sections of a model in force, where it is asked for them, until it is undone.
+Put = Callable[[nn.Module, Sections, Callable[[], bool]], Callable[[], None]]
+
+
 class Cutting:
     """The sections of each kind of call, and those in force.
+
+    Parameters
+    ----------
+    put
+        How the engine runs them.
 
     Attributes
     ----------
@@ -54,7 +58,14 @@ class Cutting:
         Why modules of the call judged last may not be cut, one sentence each.
     """
 
-    def __init__(self, policy: Policy, hardware: HardwareProfile, device: torch.device) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        hardware: HardwareProfile,
+        device: torch.device,
+        put: Put = wrap,
+    ) -> None:
+        self._put = put
         self.gate = Gate()
         self.refused: tuple[str, ...] = ()
         self._policy = policy
@@ -122,10 +133,10 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        found = Candidate.of(module, call, self._device) if self._may_cut() else None
+        found = Candidate.of(module, call, self._device) if self.may_cut else None
         if found is None:
             return False
-        beside = dict.fromkeys((_workspace_share(module, call, self._device), 0.0))
+        beside = dict.fromkeys((workspace_share(module, call, self._device), 0.0))
         if any(self._cut(key, found, share, _COPIES) for share in beside):
             return True
         self.refused = tuple(dict.fromkeys(found.refused.values()))
@@ -142,8 +153,8 @@ class Cutting:
             Static, of this call.
         """
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
-        share = min(_workspace_share(module, call, self._device), max(_WITH_TENSOR_CORES))
-        if not self._may_cut() or (not share and self._allowed == 1.0):
+        share = min(workspace_share(module, call, self._device), max(WITH_TENSOR_CORES))
+        if not self.may_cut or (not share and self._allowed == 1.0):
             return
         asking, budget = with_workspaces(trace, share), self._policy.budget
         within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
@@ -167,7 +178,7 @@ class Cutting:
     ) -> bool:
         """Whether calls of ``module``, observed whole and refused with ``error``, may be cut."""
         cut = any(self.is_cut(key, module) for key in keys)
-        if cut or not self._may_cut() or not self._anew_for(module, trace):
+        if cut or not self.may_cut or not self._anew_for(module, trace):
             return False
         # A traceback keeps the frames of all callers, and with them the user's tensors.
         self._must.update(dict.fromkeys(keys, error.with_traceback(None)))
@@ -180,7 +191,9 @@ class Cutting:
         self._known.clear()
         self._must.clear()
 
-    def _may_cut(self) -> bool:
+    @property
+    def may_cut(self) -> bool:
+        """Whether the policy cuts modules at all."""
         return not self._policy.exact and self._policy.name in POLICIES
 
     def _anew_for(self, module: nn.Module, trace: Trace) -> bool:
@@ -188,12 +201,16 @@ class Cutting:
         if over <= 0 or self._anew == _ANEW:
             return False
         self._anew += 1
-        budget = self._policy.budget.device_bytes
-        self._allowed *= _LESS * budget / (budget + over)
+        self.leave(over)
         self._release(module)
         self._known.pop(module, None)
         self._said.pop(id(module), None)
         return True
+
+    def leave(self, over: int) -> None:
+        """Leave room from now on for bytes that were ``over`` the budget all the same."""
+        budget = self._policy.budget.device_bytes
+        self._allowed *= _LESS * budget / (budget + over)
 
     def _cut(self, key: Key, call: Candidate, share: float, copies: Sequence[int]) -> bool:
         sections = self._chosen(call, share, copies)
@@ -208,7 +225,8 @@ class Cutting:
     def _wrap(self, module: nn.Module, sections: Sections) -> None:
         if sections:
             gate, root = self.gate, id(module)
-            self._undo[module] = _InForce(sections, wrap(module, sections, lambda: gate.lets(root)))
+            undo = self._put(module, sections, lambda: gate.lets(root))
+            self._undo[module] = _InForce(sections, undo)
 
     def _make_way(self, module: nn.Module) -> None:
         """Release the sections of other roots that have modules of this one."""
@@ -265,26 +283,6 @@ def _flags(model: nn.Module, sections: Sections) -> tuple[object, ...]:
         for value in vars(module).values()
         if type(value) is bool or type(value) is str
     )
-
-
-def _workspace_share(module: nn.Module, call: Call, device: torch.device) -> float:
-    """What a convolution may ask for, of its largest operand; nothing on a CPU."""
-    if device.type != "cuda":
-        return 0.0
-    parameters = list(module.parameters())
-    halves = any(it.dtype in (torch.float16, torch.bfloat16) for it in parameters)
-    reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda") or halves
-    # One operand is enough for cuDNN to take both so.
-    given = [it for it in tree_leaves(call) if isinstance(it, torch.Tensor)]
-    weights = [it.weight for it in module.modules() if isinstance(it, _ConvNd)]
-    last = any(map(_is_channels_last, (*given, *weights)))
-    return (_WITH_TENSOR_CORES if reduced else _WITHOUT)[last]
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() not in (4, 5):
-        return False
-    return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
 def _sentence(section: Section) -> str:

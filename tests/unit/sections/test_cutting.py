@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from belady.eager import candidate, cutting
-from belady.eager.cutting import Cutting
 from belady.ir.plan import Budget
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
 from belady.planners import smallest_budget
 from belady.planners.sectioning import with_workspaces
+from belady.sections import candidate, cutting
+from belady.sections.cutting import Cutting
+from belady.sections.workspaces import workspace_share
 from tests.unit.planners.nets import gpu
 
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def test_what_does_not_fit_when_it_is_tried_is_not_cut(monkeypatch: pytest.Monke
 def test_room_is_made_beside_workspaces_where_they_would_not_fit(
     share: float, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "_workspace_share", lambda *_: share)
+    monkeypatch.setattr(cutting, "workspace_share", lambda *_: share)
     model = deep()
     trace = static_trace_with_batch(model, CALL, CPU)
     parts = Cutting(Policy("auto", Budget(int(1.1 * floor(model)))), gpu(), CPU)
@@ -116,9 +117,9 @@ def test_the_workspace_that_may_be_asked_for_is_that_of_the_format(
     formats = torch.contiguous_format, torch.channels_last
     model = torch.nn.Conv2d(3, 4, 3).to(dtype, memory_format=formats[weights_last])
     images = torch.empty(2, 3, 8, 8, dtype=dtype).to(memory_format=formats[images_last])
-    asked = cutting._workspace_share(model, ((images,), {}), torch.device("cuda"))
+    asked = workspace_share(model, ((images,), {}), torch.device("cuda"))
     assert asked == share
-    assert cutting._workspace_share(model, ((images,), {}), CPU) == 0.0
+    assert workspace_share(model, ((images,), {}), CPU) == 0.0
 
 
 def test_what_needs_more_than_foretold_is_cut_finer() -> None:

@@ -1,0 +1,35 @@
+"""What convolutions may ask for beside their operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._prims_common import suggest_memory_format
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
+
+# Most workspace of cuDNN's algorithms with tensor cores and without, in NCHW and in channels_last,
+# in bytes of the largest operand (H200; `python -m benchmarks kernels --question convolution`).
+WITH_TENSOR_CORES, _WITHOUT = (2.0, 0.0), (6.3, 8.3)
+
+
+def workspace_share(module: nn.Module, call: tuple[Any, Any], device: torch.device) -> float:
+    """What a convolution may ask for, of its largest operand; nothing on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    parameters = list(module.parameters())
+    halves = any(it.dtype in (torch.float16, torch.bfloat16) for it in parameters)
+    reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda") or halves
+    # One operand is enough for cuDNN to take both so.
+    given = [it for it in tree_leaves(call) if isinstance(it, torch.Tensor)]
+    weights = [it.weight for it in module.modules() if isinstance(it, _ConvNd)]
+    last = any(map(_is_channels_last, (*given, *weights)))
+    return (WITH_TENSOR_CORES if reduced else _WITHOUT)[last]
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() not in (4, 5):
+        return False
+    return suggest_memory_format(tensor) is not torch.contiguous_format
