@@ -17,6 +17,15 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return bound
 
 
+def run_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of the module's class.
+
+    In frames that Dynamo captures in part: a bound method is made again there by its name, which
+    gives what stands in its place.
+    """
+    return type(module).forward(module, *args, **kwargs)
+
+
 def is_patched(module: nn.Module) -> bool:
     """Whether something else than the forward of its class stands in its place.
 

@@ -66,7 +66,7 @@ class BatchNorm:
         for part in parts:
             assert part is not None
             module._check_input_dim(part)
-            variance, mean = _moments(_precise(part))
+            variance, mean = moments(part)
             counts.append(part.numel() // part.shape[1])
             means.append(mean)
             squares.append(variance * counts[-1])
@@ -197,8 +197,9 @@ def _precise(part: Tensor) -> Tensor:
     return part if part.dtype is torch.float64 else part.float()
 
 
-def _moments(part: Tensor) -> tuple[Tensor, Tensor]:
+def moments(part: Tensor) -> tuple[Tensor, Tensor]:
     """Variance (over all, not one less) and mean of each channel."""
+    part = _precise(part)
     if not _takes_scratch(part):
         variance, mean = torch.var_mean(part, _all_but_channels(part), correction=0)
         return variance, mean

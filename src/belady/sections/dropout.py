@@ -77,14 +77,14 @@ class Drawing:
         if not self._is_in_order(input):
             self._refuse("is given samples that do not lie dense and one after another")
         if not self._index:
-            self._drawn.append(_drawn(empty_like(input, self._samples, along), p))
-        drawn = self._drawn[self._next] if self._next < len(self._drawn) else None
-        if drawn is None or beside(drawn, along) != beside(input, along):
+            self._drawn.append(drawn(empty_like(input, self._samples, along), p))
+        found = self._drawn[self._next] if self._next < len(self._drawn) else None
+        if found is None or beside(found, along) != beside(input, along):
             self._refuse("is not called alike in every slice")
         if self._index + 1 == len(self._cut):
             self._drawn[self._next] = None
         self._next += 1
-        part = drawn.narrow(along, where.start, where.size)
+        part = found.narrow(along, where.start, where.size)
         if part.dtype is torch.bool:
             result: Tensor = _Masked.apply(input, part, 1 / (1 - p))  # type: ignore[no-untyped-call]
             return result
@@ -105,7 +105,7 @@ class Drawing:
         raise SectionError(f"{self._name} cannot run in slices: a Dropout {reason}")
 
 
-def _drawn(like: Tensor, p: float) -> Tensor:
+def drawn(like: Tensor, p: float) -> Tensor:
     """What a dropout draws for a tensor like this one, which is overwritten.
 
     Its factors on a CPU, on other devices where it keeps an element: as `torch.dropout` does it.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
 from torch.fx.proxy import TraceError
 
 from belady.errors import SectionError
@@ -194,24 +193,77 @@ def _step(root: nn.Module, node: fx.Node, reads: tuple[int, ...], makes: int) ->
         call = module if node.args == tuple(node.all_input_nodes) and not node.kwargs else None
         return Step(module, type(module).__name__, call or _repeating(module, node), reads, makes)
     if node.op == "call_method":
-        return Step(None, target, _repeating(_method(target), node), reads, makes)
+        return Step(None, target, _repeating(_Method(target), node), reads, makes)
     return Step(None, target.__name__, _repeating(target, node), reads, makes)
 
 
-def _method(name: str) -> Callable[..., Any]:
-    return lambda it, *args, **kwargs: getattr(it, name)(*args, **kwargs)
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A method by its name."""
+
+    name: str
+
+    def __call__(self, it: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(it, self.name)(*args, **kwargs)
 
 
-def _repeating(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
-    """The call of ``node``, with other values for what it reads."""
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Stands for what a call reads, by its place among that."""
 
-    def call(*values: Any) -> Any:
-        given: Mapping[fx.Node, Any] = dict(zip(node.all_input_nodes, values, strict=True))
-        args = map_arg(node.args, given.__getitem__)
-        kwargs = map_arg(node.kwargs, given.__getitem__)
-        return function(*args, **kwargs)
+    place: int
 
-    return call
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """A call with other values for what it reads; Dynamo can follow it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def __call__(self, *values: Any) -> Any:
+        args = [_filled(arg, values) for arg in self.args]
+        kwargs = {name: _filled(arg, values) for name, arg in self.kwargs}
+        return self.function(*args, **kwargs)
+
+
+def _repeating(function: Callable[..., Any], node: fx.Node) -> _Repeated:
+    """The call of ``node``."""
+    places = {read: place for place, read in enumerate(node.all_input_nodes)}
+    kwargs = tuple((name, _emptied(arg, places)) for name, arg in node.kwargs.items())
+    return _Repeated(function, tuple(_emptied(arg, places) for arg in node.args), kwargs)
+
+
+def _emptied(arg: Any, places: dict[fx.Node, int]) -> Any:
+    """An argument with numbers in the place of nodes."""
+    if isinstance(arg, fx.Node):
+        return _Read(places[arg])
+    if isinstance(arg, (list, tuple)):
+        items = [_emptied(item, places) for item in arg]
+        return items if isinstance(arg, list) else tuple(items)
+    if isinstance(arg, dict):
+        return {key: _emptied(item, places) for key, item in arg.items()}
+    if isinstance(arg, slice):
+        return slice(*(_emptied(it, places) for it in (arg.start, arg.stop, arg.step)))
+    return arg
+
+
+def _filled(arg: Any, values: Sequence[Any]) -> Any:
+    """The argument with values in the place of numbers."""
+    if isinstance(arg, _Read):
+        return values[arg.place]
+    if isinstance(arg, list):
+        return [_filled(item, values) for item in arg]
+    if isinstance(arg, tuple):
+        return tuple([_filled(item, values) for item in arg])
+    if isinstance(arg, dict):
+        return {key: _filled(item, values) for key, item in arg.items()}
+    if isinstance(arg, slice):
+        return slice(
+            _filled(arg.start, values), _filled(arg.stop, values), _filled(arg.step, values)
+        )
+    return arg
 
 
 @contextmanager

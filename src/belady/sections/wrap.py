@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from belady.errors import SectionError
-from belady.forwards import Forward, is_patched, plain_forward
+from belady.forwards import Forward, is_patched, plain_forward, run_plain
 from belady.ir.plan import Section
 from belady.sections.call import SlicedCall
 from belady.sections.dropout import Drawing
@@ -71,14 +71,7 @@ def wrap(
         a call can show.
     """
     stand_ins = StandIns()
-    stretches: dict[nn.Module, list[Stretch]] = {}
-    taken: set[str] = set()
-    for section in sections:
-        owner, stretch = locate(model, section, stand_ins)
-        for name in section.modules:
-            _refuse_overlap(name, taken)
-        taken.update(section.modules)
-        stretches.setdefault(owner, []).append(stretch)
+    stretches = located(model, sections, stand_ins)
     places = [_Forward(owner, of, stand_ins, when) for owner, of in stretches.items()]
     for place in places:
         place.attach()
@@ -123,7 +116,7 @@ class Stretch:
             return self.unsectioned(owner, *args, **kwargs)
         line = self.line(owner)
         modules = modules_in(line)
-        parameters = _trainable(modules)
+        parameters = trains(modules)
         whole, shared = separated(self.name, args, kwargs, self.along)
         count = whole.shape[self.along]
         # The last batch of an epoch is smaller, but whole it can need more than a slice of others.
@@ -141,7 +134,7 @@ class Stretch:
     def unsectioned(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run as the modules would without sections."""
         if not self.children:
-            return plain_forward(owner)(*args, **kwargs)
+            return run_plain(owner, *args, **kwargs)
         (tensor,) = args
         for module in self._modules(owner):
             tensor = module(tensor)
@@ -194,6 +187,27 @@ class _Forward(Forward):
                 input = child(input)
             left = max(0, left - 1)
         return input
+
+
+def located(
+    model: nn.Module, sections: Iterable[Section], stand_ins: StandIns
+) -> dict[nn.Module, list[Stretch]]:
+    """Find the stretches of sections by the module whose forward does them.
+
+    Raises
+    ------
+    SectionError
+        See `wrap`.
+    """
+    stretches: dict[nn.Module, list[Stretch]] = {}
+    taken: set[str] = set()
+    for section in sections:
+        owner, stretch = locate(model, section, stand_ins)
+        for name in section.modules:
+            _refuse_overlap(name, taken)
+        taken.update(section.modules)
+        stretches.setdefault(owner, []).append(stretch)
+    return stretches
 
 
 def locate(model: nn.Module, section: Section, stand_ins: StandIns) -> tuple[nn.Module, Stretch]:
@@ -255,7 +269,8 @@ def _refuse_overlap(name: str, taken: Iterable[str]) -> None:
             raise SectionError(f"sections overlap: {other!r} and {name!r}")
 
 
-def _trainable(modules: Iterable[nn.Module]) -> bool:
+def trains(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of ``modules`` (themselves, not their children) has a trainable parameter."""
     return any(
         parameter.requires_grad
         for module in modules

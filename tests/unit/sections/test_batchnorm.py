@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import SectionError
-from belady.sections.batchnorm import _moments, _sum
+from belady.sections.batchnorm import _sum, moments
 from belady.sections.wrap import wrap
 from tests.unit.sections.comparing import assert_alike, assert_same_in_sections, children, twins
 
@@ -138,7 +138,7 @@ def test_tensors_of_any_strides(part: Tensor) -> None:
     part = part.double()
     dims = [dim for dim in range(part.dim()) if dim != 1]
     variance, mean = torch.var_mean(part, dims, correction=0)
-    for found, wanted in zip(_moments(part), (variance, mean), strict=True):
+    for found, wanted in zip(moments(part), (variance, mean), strict=True):
         assert torch.allclose(found, wanted)
         assert found.shape == wanted.shape
     assert torch.allclose(_sum(part, part.dtype), part.sum(dims))
@@ -166,7 +166,7 @@ def test_channels_last_statistics_need_no_scratch_memory() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    variance, mean = _moments(part)
+    variance, mean = moments(part)
     total = _sum(part, torch.float32)
     assert torch.cuda.max_memory_allocated() - before < part.nbytes // 4
     assert torch.allclose(variance, part.var((0, 2, 3), correction=0), rtol=1e-5)

@@ -174,7 +174,7 @@ def test_the_trace_is_that_of_the_execution(section: Section, needs_gradient: bo
 
 def test_a_mask_is_drawn_with_scratch_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     # What a GPU runs, by the same ops.
-    monkeypatch.setattr(dropout, "_drawn", lambda like, p: torch.native_dropout(like, p, True)[1])
+    monkeypatch.setattr(dropout, "drawn", lambda like, p: torch.native_dropout(like, p, True)[1])
     monkeypatch.setattr(
         nn.Dropout, "forward", lambda self, x: torch.native_dropout(x, self.p, self.training)[0]
     )
