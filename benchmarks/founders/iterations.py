@@ -33,9 +33,9 @@ class Way(NamedTuple):
 class Iteration:
     """One network on one machine: as it is, in the coordinated order, in slices.
 
-    What a policy may do is what `belady.ordered.policies` and `belady.sections.cutting` say. Only ops
-    are asked whether a section may be cut; the engine tries it on numbers as well. ``slower`` and
-    ``heavier`` say how many times as long each op takes, and each byte that moves.
+    What a policy may do is what `belady.ordered.policies` and `belady.sections.cutting` say. Only
+    ops are asked whether a section may be cut; the engine tries it on numbers as well. ``slower``
+    and ``heavier`` say how many times as long each op takes, and each byte that moves.
     """
 
     def __init__(self, machine: str, net: Net, slower: float = 1.0, heavier: float = 1.0) -> None:

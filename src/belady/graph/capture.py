@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,32 +15,14 @@ from belady.errors import TraceError
 from belady.graph import autograd, doors
 from belady.graph.bits import in_part, reached, summed
 from belady.graph.contents import Contents
-from belady.graph.joint import Joint, whole_graph
+from belady.graph.host import Host, Watch
+from belady.graph.joins import join_as_they_come
+from belady.graph.joint import Joint, share_casts, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.program import Program, program_of
 from belady.graph.refusals import refuse_other_bits, refuse_sums
 from belady.memory.geometry import below_autograd
 from belady.memory.witness import demand_unchanged
-
-
-class Watch(Protocol):
-    """Sees every op of a program that is watched, and what the op makes."""
-
-    def start(self) -> None:
-        """An op follows."""
-        ...
-
-    def stop(self, made: tuple[Any, ...]) -> None:
-        """It was issued."""
-        ...
-
-    def seen(self, made: tuple[Any, ...]) -> None:
-        """Tensors came back, or were made again."""
-        ...
-
-    def attempt(self, run: Callable[[], Any], wanted: Any) -> None:
-        """There is ``run``, perhaps a cheaper way to ``wanted``, which the last op has made."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +36,6 @@ class Turn:
     contents: Contents | None = None
     watch: Watch | None = None
     tag: Any = None
-
-
-class Host(Protocol):
-    """Decides how graphs run."""
-
-    device: torch.device
-
-    def captured(self, graph: Captured) -> None:
-        """A new graph was captured."""
-        ...
-
-    def not_captured(self, reason: str) -> None:
-        """A graph runs as plain PyTorch, since this engine cannot carry it out."""
-        ...
-
-    def enter(self, graph: Captured, args: Sequence[Any]) -> Turn:
-        """A forward is about to run."""
-        ...
-
-    def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
-        """It has run."""
-        ...
-
-    def unused(self, graph: Captured) -> None:
-        """A backward is about to run for some results of a forward only."""
-        ...
-
-    def enter_backward(self, state: State, args: Sequence[Any]) -> None:
-        """A backward is about to run."""
-        ...
-
-    def left_backward(self, state: State, results: Sequence[Any]) -> None:
-        """It has run."""
-        ...
 
 
 class State:
@@ -146,9 +94,14 @@ class Captured:
         Whether it may sum gradients.
     opaque
         Whether it calls functions that see to gradients themselves.
+    sliced
+        Whether modules in it run in slices.
     """
 
-    def __init__(self, host: Host, *, sums: bool = True, opaque: bool = False) -> None:
+    def __init__(
+        self, host: Host, *, sums: bool = True, opaque: bool = False, sliced: bool = False
+    ) -> None:
+        self.sliced = sliced
         self._host = host
         self._sums = sums
         self._opaque = opaque
@@ -180,6 +133,10 @@ class Captured:
         TraceError
             If this engine cannot carry it out with the bits of plain PyTorch.
         """
+        if self.sliced:
+            # Each slice has cast the parameters, which saves them as often.
+            share_casts(joint)
+            join_as_they_come(joint)
         parts = Joint.of(joint, num_fwd_outputs)
         refuse_other_bits(parts, self._host.device)
         if not self._sums:
@@ -252,7 +209,9 @@ class Captured:
         return [*results, token]
 
 
-def backend_of(host: Host, *, strict: bool = False, sums: bool = True) -> Callable[..., Any]:
+def backend_of(
+    host: Host, *, strict: bool = False, sums: bool = True, sliced: bool = False
+) -> Callable[..., Any]:
     """A backend for `torch.compile` whose graphs ``host`` decides over.
 
     What it cannot carry out runs as Dynamo captured it, op by op under autograd; with ``strict`` it
@@ -265,7 +224,8 @@ def backend_of(host: Host, *, strict: bool = False, sums: bool = True) -> Callab
         alive = known()
         assert alive is not None
         try:
-            captured = Captured(alive, sums=sums, opaque=doors.calls_own_functions(module))
+            opaque = doors.calls_own_functions(module)
+            captured = Captured(alive, sums=sums, opaque=opaque, sliced=sliced)
             return captured.watching(doors.compile_joint(module, inputs, captured))
         except TraceError as error:
             if strict:

@@ -74,6 +74,10 @@ class Call:
     by_sequence: dict[int, int] = field(default_factory=dict)
     turned: int | None = None
 
+    def holds(self, storage: int, value: int, made: int) -> None:
+        """From boundary ``made`` on a storage holds ``value``."""
+        self.values[storage], self.made_at[storage] = value, made
+
 
 class Crossing(NamedTuple):
     """A node of forward that backward reads: where it lies, when it is read and let go.

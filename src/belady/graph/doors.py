@@ -122,15 +122,15 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def compile_forward(
-    kind: type[torch.nn.Module], backend: Callable[..., Any], *, whole: bool = False
+    forward: Callable[..., Any], backend: Callable[..., Any], *, whole: bool = False
 ) -> Callable[..., Any]:
-    """The forward of a class, called with the module, captured graph by graph.
+    """A forward, called with the module, captured graph by graph.
 
     A size that changes gets graphs of its own. With ``whole`` a call that is not captured as one
     graph raises one of `NotCaptured` before anything of it runs.
     """
     options: Any = {"backend": backend, "dynamic": False, "fullgraph": whole}
-    compiled: Callable[..., Any] = _configured(torch.compile(_of_its_own(kind.forward), **options))
+    compiled: Callable[..., Any] = _configured(torch.compile(_of_its_own(forward), **options))
     return compiled
 
 

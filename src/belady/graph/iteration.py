@@ -10,6 +10,7 @@ from belady.graph.contents import Contents
 from belady.graph.kinds import Kind
 from belady.graph.watching import Counted, Watched
 from belady.measure.monitor import Sample
+from belady.memory.carrier import Carrier
 
 
 @dataclass
@@ -39,6 +40,22 @@ class Iteration:
     strayed: bool = False
     ended: bool = False
     entered: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        kind: Kind,
+        carrier: Carrier,
+        watched: Watched | None,
+        counted: Counted | None,
+        sample: Sample,
+    ) -> Iteration:
+        """Begin one of a kind."""
+        contents = None
+        if kind.force is not None:
+            landing = None if counted is None else counted.seen
+            contents = Contents(carrier, kind.force.plan.decisions, landing)
+        return cls(kind, contents, watched, counted, sample)
 
     @property
     def turned(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -75,6 +75,11 @@ class Layout:
         node = step.node
         targets = mutated(written_arguments(node.target), node.args, node.kwargs)
         return [self.storage_of[it] for it in targets if it in self.storage_of]
+
+    def settled(self, step: Step, last_writes: Mapping[int, Step]) -> list[fx.Node]:
+        """Results of a step whose bytes no later one writes to; ``last_writes`` are by storage."""
+        places = ((node, self.storage_of.get(node, -1)) for node in step.made)
+        return [node for node, storage in places if last_writes.get(storage, step) is step]
 
     def is_here(self, node: fx.Node) -> bool:
         """Whether a node's tensor lies on the device."""

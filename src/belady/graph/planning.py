@@ -93,11 +93,11 @@ class Planning:
         """Whether the policy makes values again."""
         return POLICIES[self._policy.name].recomputes
 
-    @property
-    def _numerics(self) -> tuple[str, ...]:
+    def _numerics(self, kind: Kind) -> tuple[str, ...]:
         """What can change a bit besides the settings of a plan."""
         kernels = () if self._inductor is None else ("inductor",)
-        return (*kernels, *self.bits.numerics)
+        slices = ("sections",) if any(graph.sliced for graph in kind.graphs) else ()
+        return (*kernels, *slices, *self.bits.numerics)
 
     def floor(self, graph: Captured, args: Sequence[Any], *, watched: bool) -> Force:
         """How a graph runs that no plan covers: what may move moves.
@@ -162,7 +162,7 @@ class Planning:
         if self._inductor is not None:
             drawn = replace(drawn, trace=_fused(drawn.trace))
         try:
-            trial = self._verification.first(drawn.trace, *self._numerics)
+            trial = self._verification.first(drawn.trace, *self._numerics(kind))
         except InfeasibleBudgetError:
             # A forward without a backward may be what an error of the user's has cut short.
             if kind.doubted or all_go_back(kind.order):
@@ -176,7 +176,7 @@ class Planning:
         force = kind.force
         if force is None:
             return
-        trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics)
+        trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics(kind))
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
         if chosen is not None:

@@ -66,6 +66,7 @@ class _Writer:
         self._layout, self._orders = layout, orders
         self._replays = replays_of(joint, layout, orders.replayed)
         self.made_by = {n: step for step in (*joint.forward, *joint.backward) for n in step.made}
+        self._last_writes = {it: step for step in joint.forward for it in layout.writes_to(step)}
         self._kept: list[fx.Node] = []
         self._held: dict[int, list[fx.Node]] = {storage: [] for storage in orders.held}
         for node in self._crossing():
@@ -107,7 +108,7 @@ class _Writer:
                 part.op(step)
                 if self.watched:
                     part.attempt(step)
-                self._hold(part, step.made)
+                self._hold(part, self._layout.settled(step, self._last_writes))
         part.act()
         outputs = [part.result(node) for node in self.joint.forward_outputs]
         for node in self._kept:

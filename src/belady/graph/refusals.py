@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
@@ -57,3 +58,8 @@ def refuse_sums(joint: Joint) -> None:
             "a part of the model uses a tensor several times, whose gradients it would sum in an "
             "order of its own, which exact=True forbids"
         )
+
+
+def unmanaged(reasons: Iterable[str]) -> list[str]:
+    """One sentence for each reason why a part of a model runs as plain PyTorch."""
+    return [f"not captured, and so not managed: {reason}" for reason in reasons]

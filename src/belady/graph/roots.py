@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from belady.forwards import Forward, is_patched, plain_forward
+from belady.forwards import Forward, is_patched, plain_forward, run_plain
 from belady.graph import doors
 from belady.graph.capture import backend_of
-from belady.graph.session import Session, unmanaged
+from belady.graph.refusals import unmanaged
+from belady.graph.session import Session
+from belady.sections.unrolled import Unrolling
 
 # Takes a reason, a module, and the arguments of a call of it.
 Instead = Callable[[str, torch.nn.Module, Any, Any], Any]
@@ -62,8 +64,8 @@ class Roots:
         self.under_way = False
         self._prepare = prepare
         self._places: list[_Compiled] = []
-        # By function, and whether whole: modules of one class share their graphs.
-        self._forwards: dict[tuple[Any, bool], Callable[..., Any]] = {}
+        # By function, whether whole, and sections: modules of one class share their graphs.
+        self._forwards: dict[tuple[Any, bool, Unrolling | None], Callable[..., Any]] = {}
 
     def add(self, module: torch.nn.Module) -> bool:
         """Capture ``module`` from its next call on; False when that is so already.
@@ -122,15 +124,31 @@ class Roots:
         return self.conductor
 
     def compiled(self, module: torch.nn.Module, *, whole: bool = False) -> Callable[..., Any]:
-        """The forward of the class of ``module`` as captured graphs.
+        """The forward of ``module`` as captured graphs.
 
         With ``whole`` a call raises where it is not captured as a whole.
         """
-        session, name = self.open(module), (type(module).forward, whole)
+        session = self.open(module)
+        sections = session.admission.in_force(module)
+        name = type(module).forward, whole, sections
         if name not in self._forwards:
-            backend = backend_of(session, strict=whole, sums=whole or not self.exact)
-            self._forwards[name] = doors.compile_forward(type(module), backend, whole=whole)
+            sums = whole or not self.exact
+            backend = backend_of(session, strict=whole, sums=sums, sliced=sections is not None)
+            own = None if sections is None else sections.own
+            forward = type(module).forward if own is None else own.run
+            self._forwards[name] = doors.compile_forward(forward, backend, whole=whole)
         return self._forwards[name]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The roots are what they are without the engine in the block."""
+        for place in self._places:
+            place.detach()
+        try:
+            yield
+        finally:
+            for place in self._places:
+                place.attach()
 
     def left_out(self, reasons: list[str]) -> None:
         """Note what of a call was not captured."""
@@ -157,25 +175,31 @@ class _Compiled(Forward):
     def __init__(self, owner: torch.nn.Module, roots: Roots) -> None:
         super().__init__(owner)
         self._roots = weakref.ref(roots)
-        self._whole: Callable[..., Any] | None = None
-        self._run: Callable[..., Any] | None = None
+        # Whether a call was captured as a whole, and whether one was not.
+        self._whole = self._parted = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if torch.compiler.is_compiling():
             _captured_inside(self)
-            return plain_forward(self.alive())(*args, **kwargs)
+            return run_plain(self.alive(), *args, **kwargs)
         module, roots = self.alive(), self._roots()
         if roots is None or not _is_pass():
             return plain_forward(module)(*args, **kwargs)
         if _get_current_dispatch_mode_stack():
             roots.left_out(["a call under a dispatch mode, of which Dynamo captures nothing"])
             return plain_forward(module)(*args, **kwargs)
-        roots.open(module)
-        with roots.calling():
-            if (roots.instead is not None or roots.exact) and self._run is None:
+        session, inside = roots.open(module), roots.under_way
+
+        def run() -> Any:
+            if (roots.instead is not None or roots.exact) and not self._parted:
                 return self._as_a_whole(roots, args, kwargs)
             return self._in_parts(roots, args, kwargs)
+
+        with roots.calling():
+            if inside:
+                return run()
+            return session.admission.admitted(module, (args, kwargs), run, roots.aside)
 
     def captured_inside(self) -> None:
         """Somebody's capture has come across the module: note it, unless it is one of ours."""
@@ -185,22 +209,22 @@ class _Compiled(Forward):
             roots.left_out([f"{name} is called inside what torch.compile captures for itself"])
 
     def _in_parts(self, roots: Roots, args: Any, kwargs: Any) -> Any:
-        if self._run is None:
-            self._run = roots.compiled(self.alive())
+        self._parted = True
+        run = roots.compiled(self.alive())
         with doors.breaks(roots.left_out):
-            return self._run(self.alive(), *args, **kwargs)
+            return run(self.alive(), *args, **kwargs)
 
     def _as_a_whole(self, roots: Roots, args: Any, kwargs: Any) -> Any:
         """A call while every one before was captured as a whole."""
-        module, known = self.alive(), self._whole
-        run = known or roots.compiled(module, whole=True)
+        module = self.alive()
+        run = roots.compiled(module, whole=True)
         try:
             result = run(module, *args, **kwargs)
         except doors.NotCaptured as error:
-            if known is None and roots.instead is not None:
+            if not self._whole and roots.instead is not None:
                 return roots.instead(str(error).strip().partition("\n")[0], module, args, kwargs)
         else:
-            self._whole = run
+            self._whole = True
             return result
         return self._in_parts(roots, args, kwargs)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from belady.graph import autograd
+from belady.graph.admission import Admission
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind, Order, goes_back_once, settled
 from belady.graph.parts import Part
 from belady.graph.planning import Planning, part_of
+from belady.graph.refusals import unmanaged
 from belady.graph.trace import draw
 from belady.graph.watching import Counted, Watched
 from belady.ir.hardware import HardwareProfile
@@ -57,6 +59,8 @@ class Session:
         Why parts of the models run as plain PyTorch, and how often each was met.
     notes
         What a user should know, one sentence each.
+    admission
+        What is done to modules before they run.
     calling
         Name of the root whose call is under way, or was the last one.
     """
@@ -74,6 +78,7 @@ class Session:
         self.reasons: Counter[str] = Counter()
         self.notes: list[str] = []
         self.calling = ""
+        self.admission = Admission(policy, hardware, carrier.device)
         self._modules = modules
         self._planning = Planning(modules, policy, hardware, carrier, inductor)
         self._hardware = hardware
@@ -109,6 +114,7 @@ class Session:
         if self._closed:
             return Turn(graph.as_saved)
         turn = self._turn(graph, args)
+        self.admission.began = True
         turn.tag[0].entered = perf_counter()
         return turn
 
@@ -118,24 +124,26 @@ class Session:
         if iteration is None or not iteration.open or over:
             self.finish()
             iteration = self._begin(graph)
-        call = len(iteration.graphs)
+        call, watched = len(iteration.graphs), iteration.watched
+        force, kind, floor = iteration.kind.force, iteration.kind, None
+        if force is None or kind.graphs[call : call + 1] != (graph,):
+            # Before anything is noted: it may be refused, and then called again in another way.
+            floor = self._planning.floor(graph, args, watched=watched is not None)
         iteration.graphs.append(graph)
         iteration.order.append((call, True))
         iteration.anchor()
-        force, kind = iteration.kind.force, iteration.kind
-        if force is not None and kind.graphs[call : call + 1] == (graph,):
-            counted = iteration.counted
-            if counted is not None and kind.counting is not None:
-                counted.seen(args)
-                force = kind.counting
-            return Turn(force.programs[call], iteration.contents, counted, (iteration, call))
-        iteration.strayed = iteration.strayed or force is not None
-        watched = iteration.watched
-        floor = self._planning.floor(graph, args, watched=watched is not None)
-        if watched is not None:
-            watched.enter(part_of(graph, call, args, watched.names, watched.lasting), args)
-        contents = Contents(self._carrier, floor.plan.decisions)
-        return Turn(floor.programs[0], contents, watched, (iteration, call))
+        if floor is not None:
+            iteration.strayed = iteration.strayed or force is not None
+            if watched is not None:
+                watched.enter(part_of(graph, call, args, watched.names, watched.lasting), args)
+            contents = Contents(self._carrier, floor.plan.decisions)
+            return Turn(floor.programs[0], contents, watched, (iteration, call))
+        assert force is not None
+        counted = iteration.counted
+        if counted is not None and kind.counting is not None:
+            counted.seen(args)
+            force = kind.counting
+        return Turn(force.programs[call], iteration.contents, counted, (iteration, call))
 
     def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
         """Note what came out."""
@@ -215,6 +223,7 @@ class Session:
         """From now on graphs save on the device, as plain PyTorch does. Idempotent."""
         self._settle()
         iteration, self._iteration, self._closed = self._iteration, None, True
+        self.admission.close()
         self._planning.bits.forget()
         if iteration is not None and not iteration.ended:
             self._monitor.cancel()
@@ -236,7 +245,8 @@ class Session:
         kind = self._latest
         if kind is None or kind.force is None:
             return None
-        notes = (*self.notes, *self._planning.notes, *self.left_out())
+        said = (*self.admission.said, *self._planning.notes)
+        notes = (*self.notes, *said, *self.left_out())
         return kind.run(kind.force.drawn.trace, notes, versions)
 
     def left_out(self) -> list[str]:
@@ -245,19 +255,14 @@ class Session:
 
     def _begin(self, graph: Captured) -> Iteration:
         kind = self._kinds.setdefault(graph, Kind())
-        watched, tries = None, self._planning.recomputes
+        watched = counted = None
         if kind.watched:
+            tries = self._planning.recomputes
             watched = Watched.begin(self._modules, self.device, tries=tries)
-        force = kind.force
-        counted = None
         if kind.counting is not None:
             counted = Counted(self._modules, self._hardware.allocator)
-        contents = None
-        if force is not None:
-            landing = None if counted is None else counted.seen
-            contents = Contents(self._carrier, force.plan.decisions, landing)
         sample = self._monitor.begin(kind.level(recording=self._recording))
-        self._iteration = Iteration(kind, contents, watched, counted, sample)
+        self._iteration = Iteration.of(kind, self._carrier, watched, counted, sample)
         return self._iteration
 
     def _observed(self, iteration: Iteration, watched: Watched, order: Order) -> None:
@@ -292,8 +297,3 @@ class Session:
         peak = 0 if counted is None else counted.peak_bytes
         if kind.went_as_planned(iteration.sample, peak):
             self._planning.verify(kind)
-
-
-def unmanaged(reasons: Iterable[str]) -> list[str]:
-    """One sentence for each reason why a part of a model runs as plain PyTorch."""
-    return [f"not captured, and so not managed: {reason}" for reason in reasons]

@@ -160,8 +160,7 @@ class _Drawing:
             elif part.forward:
                 self._keep_apart(index)
             call.storages[storage] = index
-            call.values[storage] = self._latest[index]
-            call.made_at[storage] = start
+            call.holds(storage, self._latest[index], start)
 
     def _keep_apart(self, index: int) -> None:
         """No replay reaches from one call into another: each has its own state."""
@@ -241,15 +240,16 @@ class _Drawing:
         layout, writes = part.layout, []
         for storage in layout.makes(step):
             held = self._new(layout.sizes[storage], StorageKind.ACTIVATION, index)
-            call.storages[storage], call.made_at[storage] = held, index + 1
-            call.values[storage] = self._latest[held]
+            call.storages[storage] = held
+            call.holds(storage, self._latest[held], index + 1)
             writes.append(self._latest[held])
         for storage in dict.fromkeys(layout.writes_to(step)):
             held = call.storages[storage]
-            version = self._contents[self._latest[held]].version + 1
-            self._latest[held] = len(self._contents)
-            self._contents.append(Content(held, version, index))
+            before, self._latest[held] = self._latest[held], len(self._contents)
+            self._contents.append(Content(held, self._contents[before].version + 1, index))
             writes.append(self._latest[held])
+            if call.made_at[storage] > call.start:  # what comes in is saved as it came
+                call.holds(storage, writes[-1], index + 1)
         return tuple(writes)
 
     def _new(self, nbytes: int, kind: StorageKind, birth: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,6 +27,9 @@ _TRIED, _OF_SAMPLES = 8, 2
 
 Call = tuple[Any, Any]
 
+# Dimensions along which modules can be cut: samples, and the tokens of each.
+ALONGS = (0, 1)
+
 
 class Candidate:
     """A call of a root, traced with its batch, and which of its modules may be cut.
@@ -39,8 +42,16 @@ class Candidate:
         Why what was asked about may not be cut, by the first module of it.
     """
 
-    def __init__(self, module: nn.Module, call: Call, seen: _Seen, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Call,
+        seen: _Seen,
+        device: torch.device,
+        alongs: Sequence[int] = ALONGS,
+    ) -> None:
         self.module = module
+        self._alongs = alongs
         self.trace = seen.trace
         self._call = call
         self._seen: dict[int, _Seen | None] = {0: seen}
@@ -49,13 +60,21 @@ class Candidate:
         self._known: dict[tuple[tuple[str, ...], int], bool] = {}
 
     @classmethod
-    def of(cls, module: nn.Module, call: Call, device: torch.device) -> Candidate | None:
-        """Trace a call; None if only running it can tell."""
+    def of(
+        cls,
+        module: nn.Module,
+        call: Call,
+        device: torch.device,
+        alongs: Sequence[int] = ALONGS,
+    ) -> Candidate | None:
+        """Trace a call that may be cut ``alongs`` these; None if only running it can tell."""
         seen = _seen(module, call, device, 0)
-        return None if seen is None else cls(module, call, seen, device)
+        return None if seen is None else cls(module, call, seen, device, alongs)
 
     def dims(self, along: int) -> Dims | None:
         """Where rows along a dimension are in what each op reads; None if that is not known."""
+        if along not in self._alongs:
+            return None
         if along not in self._seen:
             self._seen[along] = self._also_seen(along)
         seen = self._seen[along]

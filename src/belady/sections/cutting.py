@@ -19,7 +19,7 @@ from belady.measure.stages import Policy
 from belady.measure.static import trained_bytes
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget, with_workspaces
-from belady.sections.candidate import Call, Candidate, chains
+from belady.sections.candidate import ALONGS, Call, Candidate, chains
 from belady.sections.gate import Gate
 from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
 from belady.sections.wrap import wrap
@@ -49,6 +49,8 @@ class Cutting:
     ----------
     put
         How the engine runs them.
+    alongs
+        Dimensions along which it can.
 
     Attributes
     ----------
@@ -64,8 +66,10 @@ class Cutting:
         hardware: HardwareProfile,
         device: torch.device,
         put: Put = wrap,
+        alongs: Sequence[int] = ALONGS,
     ) -> None:
         self._put = put
+        self._alongs = alongs
         self.gate = Gate()
         self.refused: tuple[str, ...] = ()
         self._policy = policy
@@ -133,7 +137,7 @@ class Cutting:
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
         """
-        found = Candidate.of(module, call, self._device) if self.may_cut else None
+        found = Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
         if found is None:
             return False
         beside = dict.fromkeys((workspace_share(module, call, self._device), 0.0))
@@ -159,7 +163,7 @@ class Cutting:
         asking, budget = with_workspaces(trace, share), self._policy.budget
         within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
         if over_budget(asking, self._hardware, within) > 0:
-            found = Candidate.of(module, call, self._device)
+            found = Candidate.of(module, call, self._device, self._alongs)
             if found is not None:
                 self._cut(key, found, share, _COPIES[-1:])
 

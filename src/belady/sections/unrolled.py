@@ -202,7 +202,7 @@ def _lets(place: Unrolled) -> bool:
 
 def _run(owner: nn.Module, stretch: Stretch, child: str) -> _Run:
     line = stretch.line(owner)
-    refuse_unfit(stretch.name, line)
+    refuse_unfit(stretch.name, line, stretch.along)
     modules = modules_in(line)
     places = {module: tuple(path.split(".")) for path, module in owner.named_modules() if path}
     paths: list[tuple[str, ...] | None] = [None] * (len(line.steps) + 1)

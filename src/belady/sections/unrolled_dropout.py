@@ -65,4 +65,4 @@ def _for_all(part: Tensor, samples: int, p: float) -> Tensor:
         shape = part.new_empty(()).expand(samples, *part.shape[1:])
         numbers: Tensor = torch.ops.aten.bernoulli.p(shape, 1 - p)
         return numbers
-    return drawn(empty_like(part, samples), p)
+    return drawn(empty_like(part, samples, 0), p)

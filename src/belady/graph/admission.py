@@ -1,0 +1,163 @@
+"""What is done to the modules of a root whose graph no plan can hold: sections, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import HardwareProfile
+from belady.measure.key import Key, pass_key
+from belady.measure.stages import Policy
+from belady.planners.places import Sections
+from belady.sections.cutting import Cutting
+from belady.sections.unrolled import Unrolling
+
+Call = tuple[Any, Any]
+
+# How often modules are cut anew for one call, each time for what the graph lacked.
+_TRIES = 4
+# Why modules are not in slices: of so many it is said.
+_REASONS = 3
+
+
+class Admission:
+    """Answers refusals of graphs of which nothing has run.
+
+    A graph is judged when it is first called: what it needs is read off itself. Where that is too
+    much, modules are put in slices, and the call is made again, with a graph that has them.
+
+    Attributes
+    ----------
+    began
+        Whether a graph of the call under way has been let run.
+    """
+
+    def __init__(self, policy: Policy, hardware: HardwareProfile, device: torch.device) -> None:
+        self.began = self._closed = False
+        self._budget = policy.budget.device_bytes
+        self._device = device
+        # Slices of tokens are copies made dense, of which a graph knows nothing yet.
+        self._cutting = Cutting(policy, hardware, device, self._put, alongs=(0,))
+        self._in_force: dict[nn.Module, Unrolling] = {}
+        # Kinds of calls take turns, and each would be captured anew with another one.
+        self._made: dict[tuple[nn.Module, Sections], Unrolling] = {}
+
+    @property
+    def said(self) -> list[str]:
+        """What a user should know of the sections, one sentence each."""
+        return self._cutting.said
+
+    def in_force(self, module: nn.Module) -> Unrolling | None:
+        """The sections of a root; None if it runs whole."""
+        return self._in_force.get(module)
+
+    def admitted(
+        self,
+        module: nn.Module,
+        call: Call,
+        run: Callable[[], Any],
+        aside: Callable[[], AbstractContextManager[None]],
+    ) -> Any:
+        """Run a call of a root, in slices if need be.
+
+        Parameters
+        ----------
+        run
+            Makes the call.
+        aside
+            Has the roots be what they are without the engine.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan of the policy fits, and no sections help.
+        """
+        if not self._cutting.may_cut:
+            return run()
+        if self._in_force or module in self._cutting:
+            with aside():
+                self._settle(module, call)
+        for _ in range(_TRIES):
+            try:
+                return self._through(module, run)
+            except InfeasibleBudgetError as error:
+                # A traceback keeps the frames of all callers, and with them the user's tensors.
+                refusal = error.with_traceback(None)
+            if self._closed:
+                raise refusal  # by the engine that has gone on in the place of this one
+            if self.began:
+                refusal.add_note("not in slices: parts of the call had run when it was refused")
+                raise refusal
+            with aside():
+                self._cut(module, call, refusal)
+        return self._through(module, run)
+
+    def close(self) -> None:
+        """Let everything run as it did. Idempotent."""
+        self._closed = True
+        self._cutting.close()
+        self._in_force.clear()
+        self._made.clear()
+
+    def _settle(self, module: nn.Module, call: Call) -> None:
+        """Put in force what was decided for calls of this kind; the others run whole at first."""
+        key = self._key(module, call)
+        if not self._cutting.holds(key, module):
+            self._cutting.begin(key, module)
+
+    def _through(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        self.began = False
+        sections = self.in_force(module)
+        with nullcontext() if sections is None else sections.standing():
+            self._cutting.gate.open(module)
+            try:
+                return run()
+            finally:
+                self._cutting.gate.shut(module)
+
+    def _cut(self, module: nn.Module, call: Call, refusal: InfeasibleBudgetError) -> None:
+        """Put modules in slices, or in more of them.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            The refusal, if that cannot be.
+        """
+        cutting, key = self._cutting, self._key(module, call)
+        over = max(1, refusal.smallest_bytes - self._budget)
+        finer = cutting.is_cut(key, module)
+        cutting.begin(key, module)
+        if finer:
+            cutting.leave(over)
+        if cutting.cut(key, module, call):
+            return
+        if not finer:
+            # Op by op it fits: it is the graph, or an optimizer's state, that needs more.
+            cutting.leave(over)
+            if cutting.cut(key, module, call):
+                return
+        for reason in cutting.refused[:_REASONS]:
+            refusal.add_note(f"not in slices: {reason}")
+        raise refusal
+
+    def _key(self, module: nn.Module, call: Call) -> Key:
+        return pass_key(id(module), module, call, self._device)
+
+    def _put(
+        self, module: nn.Module, sections: Sections, when: Callable[[], bool]
+    ) -> Callable[[], None]:
+        """Put sections in force, while calls are made."""
+        known = module, sections
+        if known not in self._made:
+            self._made[known] = Unrolling(module, sections, when)
+        self._in_force[module] = self._made[known]
+
+        def undo() -> None:
+            self._in_force.pop(module, None)
+
+        return undo

@@ -1,0 +1,65 @@
+"""Who decides how captured graphs run, and who watches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from belady.graph.capture import Captured, State, Turn
+
+
+class Watch(Protocol):
+    """Sees every op of a program that is watched, and what the op makes."""
+
+    def start(self) -> None:
+        """An op follows."""
+        ...
+
+    def stop(self, made: tuple[Any, ...]) -> None:
+        """It was issued."""
+        ...
+
+    def seen(self, made: tuple[Any, ...]) -> None:
+        """Tensors came back, or were made again."""
+        ...
+
+    def attempt(self, run: Callable[[], Any], wanted: Any) -> None:
+        """There is ``run``, perhaps a cheaper way to ``wanted``, which the last op has made."""
+        ...
+
+
+class Host(Protocol):
+    """Decides how graphs run."""
+
+    device: torch.device
+
+    def captured(self, graph: Captured) -> None:
+        """A new graph was captured."""
+        ...
+
+    def not_captured(self, reason: str) -> None:
+        """A graph runs as plain PyTorch, since this engine cannot carry it out."""
+        ...
+
+    def enter(self, graph: Captured, args: Sequence[Any]) -> Turn:
+        """A forward is about to run."""
+        ...
+
+    def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
+        """It has run."""
+        ...
+
+    def unused(self, graph: Captured) -> None:
+        """A backward is about to run for some results of a forward only."""
+        ...
+
+    def enter_backward(self, state: State, args: Sequence[Any]) -> None:
+        """A backward is about to run."""
+        ...
+
+    def left_backward(self, state: State, results: Sequence[Any]) -> None:
+        """It has run."""
+        ...
