@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from belady.eager.candidate import Candidate
 from belady.errors import SectionError
 from belady.ir.plan import Section
 from belady.ir.sections import apply
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.static import static_trace
 from belady.sections.allowed import reasons
+from belady.sections.candidate import Candidate
 from belady.sections.trial import trial
 from belady.sections.wrap import wrap
 from tests.unit.measure.watching import CPU, saves_of
