@@ -33,7 +33,8 @@ Source
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -129,6 +130,16 @@ class Swapping:
             change[gap.gone] += gap.nbytes
             change[gap.back] -= gap.nbytes
         return np.cumsum(change[:-1]) - self.slack
+
+    @cached_property
+    def steps(self) -> Sequence[tuple[int, int, Sequence[int]]]:
+        """Anchors around each step, and the ops in it at which memory is short."""
+        trace = self.case.trace
+        edges = sorted({0, *(trace.anchors or range(len(trace.ops) + 1)), len(trace.ops)})
+        ops: dict[int, list[int]] = {}
+        for op in np.flatnonzero(self.over > 0):
+            ops.setdefault(bisect_right(edges, int(op)) - 1, []).append(int(op))
+        return [(edges[edge], edges[edge + 1], short) for edge, short in sorted(ops.items())]
 
     @cached_property
     def times(self) -> tuple[Times, Times]:

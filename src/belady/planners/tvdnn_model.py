@@ -19,7 +19,8 @@ is short: such ops between two anchors are one **step**. For gap ``g`` and step 
     [duplex]     the same for both directions of a shared path, weighed by what each keeps of its
                  rate while the other is busy; half duplex is one sum
     [order]      a lane is first in, first out: copies leave in the order of their saves, return in
-                 the order of their reads. With w, p in [0,1] falling along that order:
+                 the order of their reads; of two read at once, who left last comes first.
+                 With w, p in [0,1] falling along that order:
                  w_gk >= u_gk >= z_g + w_gk - 1,   p_gk >= v_gk >= z_g + p_gk - 1
 
 Stalls happen at two kinds of events: where bytes are let go, and, after that, where they are read.
@@ -91,7 +92,7 @@ class Model:
         self.program = Program()
         self._done, self._resumed = swapping.times
         self._unit = (swapping.keep_seconds or 1.0) / _PARTS
-        self._short = list(_steps(swapping))
+        self._short = swapping.steps
         self._starts = [start for start, _, _ in self._short]
         self._ends = [end for _, end, _ in self._short]
         self.program.variable(_PARTS, _PARTS)
@@ -175,7 +176,7 @@ class Model:
 
     def _order(self) -> None:
         """[order]: who is first in the queue of a direction has its copy first."""
-        by_read = sorted(self._choices, key=lambda it: (it.gap.back, it.index))
+        by_read = sorted(self._choices, key=lambda it: (it.gap.back, -it.index))
         for step in range(len(self._starts)):
             self._queue((it.used, it.sent[step]) for it in self._choices if step in it.sent)
             # Who cannot be back yet, if it is away, holds up all that come later.
@@ -265,20 +266,9 @@ class Model:
 
 def size(swapping: Swapping) -> int:
     """About how many whole variables the program of a case has, without making it."""
-    starts = np.array([start for start, _, _ in _steps(swapping)])
+    starts = np.array([start for start, _, _ in swapping.steps])
     edges = np.array([(gap.gone, gap.back) for gap in swapping.gaps]).reshape(-1, 2)
     return 2 * int(np.diff(np.searchsorted(starts, edges), axis=1).sum())
-
-
-def _steps(swapping: Swapping) -> Iterator[tuple[int, int, list[int]]]:
-    """Anchors around each step, and the ops in it at which memory is short."""
-    trace = swapping.case.trace
-    edges = sorted({0, *(trace.anchors or range(len(trace.ops) + 1)), len(trace.ops)})
-    ops: dict[int, list[int]] = {}
-    for op in np.flatnonzero(swapping.over > 0):
-        ops.setdefault(bisect_right(edges, int(op)) - 1, []).append(int(op))
-    for edge, short in sorted(ops.items()):
-        yield edges[edge], edges[edge + 1], short
 
 
 def _weighed(seconds: Mapping[Lane, float], lanes: Mapping[Lane, float]) -> float:

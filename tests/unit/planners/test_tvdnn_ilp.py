@@ -18,6 +18,7 @@ from belady.planners import plan, smallest_budget, tvdnn_ilp
 from belady.planners.base import assemble, finish
 from belady.planners.moves import Case
 from belady.planners.tvdnn import Gap, Swapping
+from belady.planners.tvdnn_chain import chain_of
 from belady.planners.tvdnn_ilp import TOLERANCE, TVDNN_ILP, TvdnnIlp
 from belady.simulate import bound, simulate
 from tests.support.builder import OpSpec, build_trace
@@ -33,6 +34,7 @@ from tests.unit.planners.test_tvdnn_greedy import (
 )
 from tests.unit.simulate import cases
 
+UNIT = 4096
 PROVED = "the program has no faster schedule"
 
 
@@ -43,6 +45,10 @@ def why(made: Plan) -> str:
 
 def floor_alone(swapping: Swapping, planner: str) -> Plan:
     return finish(swapping.case, swapping.draft(planner, swapping.floor.moves, "floor"))
+
+
+def no_chain(swapping: Swapping) -> None:
+    """What everything is to the solver."""
 
 
 def schedules(trace: Trace, gaps: Sequence[Gap]) -> Iterator[dict[int, Offload]]:
@@ -82,9 +88,13 @@ def test_no_schedule_of_a_tiny_chain_is_faster(
     trace = random_chain(seed, 4)
     assert len(Swapping(Case(trace, gpu(), Budget(0))).gaps) == 3
     budget = between(trace, gpu(), share)
-    made = TVDNN_ILP(trace, gpu(), budget)
-    assert why(made) == f"moved: tvDNN's integer program; {PROVED}"
-    assert made.predicted_seconds == pytest.approx(fastest(trace, gpu(), budget), rel=TOLERANCE)
+    best = fastest(trace, gpu(), budget)
+    assert chain_of(Swapping(Case(trace, gpu(), budget)))
+    for _ in ("as a chain", "by the solver"):
+        made = TVDNN_ILP(trace, gpu(), budget)
+        assert why(made) == f"moved: tvDNN's integer program; {PROVED}"
+        assert made.predicted_seconds == pytest.approx(best, rel=TOLERANCE)
+        monkeypatch.setattr(tvdnn_ilp, "chain_of", no_chain)
 
 
 def test_no_schedule_of_five_objects_with_branches_is_faster(
@@ -103,20 +113,23 @@ def test_no_schedule_of_five_objects_with_branches_is_faster(
     assert made.predicted_seconds == pytest.approx(fastest(trace, gpu(), budget), rel=TOLERANCE)
 
 
+def crossing() -> Trace:
+    """What is saved first is read first: no chain."""
+    sizes = [(5, 0, 7), (5, 4, 11), (10, 2, 3), (10, 8, 9)]
+    return cases.trace_of([UNIT] * 14, [(UNIT * size, *ops) for size, *ops in sizes])
+
+
 @pytest.mark.parametrize(("duplex", "seconds"), [(1.0, 24), (0.8, 25), (0.5, 28)])
 def test_directions_that_share_a_path_take_longer(
     duplex: float, seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tvdnn_ilp, "schedule", floor_alone)
     # Values 2 and 3 fill the device: value 0 leaves and returns between, while value 1 leaves.
-    unit = 4096
-    sizes = [(5, 0, 7), (5, 4, 11), (10, 2, 3), (10, 8, 9)]
-    trace = cases.trace_of([unit] * 14, [(unit * size, *ops) for size, *ops in sizes])
-    hardware, budget = cases.gpu(duplex), Budget(10 * unit)
+    trace, hardware, budget = crossing(), cases.gpu(duplex), Budget(10 * UNIT)
     made = TVDNN_ILP(trace, hardware, budget)
     assert PROVED in why(made)
-    assert made.predicted_seconds == pytest.approx(seconds * unit)
-    assert fastest(trace, hardware, budget) == pytest.approx(seconds * unit)
+    assert made.predicted_seconds == pytest.approx(seconds * UNIT)
+    assert fastest(trace, hardware, budget) == pytest.approx(seconds * UNIT)
 
 
 @pytest.mark.parametrize("share", [0.7, 0.5])
@@ -184,12 +197,18 @@ def test_without_time_the_heuristic_plans_and_the_plan_says_so() -> None:
 
 
 def test_a_program_that_is_too_large_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tvdnn_ilp, "_LARGEST", 10)
-    trace = random_chain(4, 12)
-    budget = between(trace, gpu(), 0.1)
-    made = TVDNN_ILP(trace, gpu(), budget)
-    assert made.decisions == plan("tvdnn_greedy", trace, gpu(), budget).decisions
-    assert "heuristic; the program is too large, with" in why(made)
+    monkeypatch.setattr(tvdnn_ilp, "_LARGEST", 1)
+    monkeypatch.setattr(tvdnn_ilp, "_LONGEST", 10)
+    long = random_chain(4, 12)
+    for trace, hardware, budget in (
+        (long, gpu(), between(long, gpu(), 0.1)),
+        (crossing(), cases.gpu(1.0), Budget(10 * UNIT)),
+    ):
+        made = TVDNN_ILP(trace, hardware, budget)
+        assert made.decisions == plan("tvdnn_greedy", trace, hardware, budget).decisions
+        assert "heuristic; the program is too large, with" in why(made)
+        gap = made.predicted_seconds / without_stalls(trace, hardware) - 1
+        assert why(made).endswith(f"choices, no schedule of it is {gap:.2%} faster")
 
 
 def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +226,8 @@ def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
         return real(name, globals_, locals_, fromlist, level)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    trace = random_chain(4, 8)
     with pytest.raises(MissingExtraError, match=r"belady\[solver\].*tvdnn_greedy"):
-        TVDNN_ILP(trace, gpu(), between(trace, gpu(), 0.5))
+        TVDNN_ILP(crossing(), cases.gpu(1.0), Budget(10 * UNIT))
+    trace = random_chain(4, 8)
+    assert PROVED in why(TVDNN_ILP(trace, gpu(), between(trace, gpu(), 0.5)))
     assert TVDNN_ILP(trace, gpu(), Budget(peak(trace, gpu()))).moves_nothing
