@@ -248,15 +248,13 @@ class Trace:
     @cached_property
     def fingerprint(self) -> str:
         """Name of the structure (not seconds, workspaces, what may be replayed), 16 hex digits."""
-        digest = hashlib.sha256()
-        for op in self.ops:
-            digest.update(repr((op.name, op.phase, op.reads, op.writes)).encode())
-        for storage in self.storages:
-            digest.update(repr((storage.device, storage.nbytes, storage.kind)).encode())
-        for value in self.values:
-            digest.update(repr((value.storage, value.version, value.producer)).encode())
-            digest.update(repr(value.saves).encode())
-        return digest.hexdigest()[:16]
+        # An enum makes its repr anew each time it is asked.
+        phases = {phase: repr(phase) for phase in Phase}
+        kinds = {kind: repr(kind) for kind in StorageKind}
+        parts = [f"({op.name!r}, {phases[op.phase]}, {op.reads}, {op.writes})" for op in self.ops]
+        parts += [f"({it.device!r}, {it.nbytes}, {kinds[it.kind]})" for it in self.storages]
+        parts += [f"({it.storage}, {it.version}, {it.producer}){it.saves}" for it in self.values]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def locate(self, op: int) -> str:
         """Name op ``op`` for a message."""
