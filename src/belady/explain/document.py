@@ -179,6 +179,10 @@ class Explanation:
         Prediction for the plan as it is.
     measured_seconds
         Median of the measured iterations, if any.
+    bound_seconds
+        What no plan within the budget can be faster than; None where that cannot be said.
+    bound
+        The same in words: how far above it the plan is, or why that is not said.
     problems
         Why the plan as it is may not run within its budget; empty when it may.
     module
@@ -195,4 +199,6 @@ class Explanation:
     values: tuple[ValueStory, ...]
     module: ModuleStory | None
     notes: tuple[str, ...] = ()
+    bound_seconds: float | None = None
+    bound: str = ""
     version: int = field(default=1, metadata={"const": 1})

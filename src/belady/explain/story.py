@@ -11,6 +11,7 @@ from belady.explain.subjects import Subject, by_size, find, is_value, modules
 from belady.explain.weigh import Scales
 from belady.ir.run import Run
 from belady.ir.trace import Tier, Trace
+from belady.report.distance import distance
 from belady.report.facts import decision_name, short_name, subject
 
 # Saved values that are told of when nothing in particular is asked, and of a module.
@@ -51,6 +52,7 @@ def explain(
     for at, value in enumerate(shown, start=1):
         tell(f"value {value}, {at} of {len(shown)}")
         values.append(_value(scales, value))
+    beneath = distance(run, scales.planned.seconds)
     return Explanation(
         what=what or "",
         subject=subject(run),
@@ -62,6 +64,8 @@ def explain(
         values=tuple(values),
         module=module,
         notes=tuple(_notes(run, scales, what or "")),
+        bound_seconds=beneath.seconds,
+        bound=beneath.sentence,
     )
 
 

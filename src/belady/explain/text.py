@@ -53,6 +53,8 @@ def _head(it: Explanation) -> Iterator[str]:
         f"           a peak of {format_bytes(planned.peak_bytes)}, which "
         f"{_budget(planned.needed_bytes, it.budget_bytes)}"
     )
+    if it.bound:
+        yield it.bound
     for problem in it.problems:
         yield f"The plan as it is may not run: {problem}"
     yield from (f"Note: {note}" for note in it.notes)

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from belady.ir.run import Run
 from belady.report import facts
+from belady.report.distance import HASTY, distance
 from belady.report.html_axis import COLUMNS, Axis, axis_of, phases
 from belady.report.html_lanes import HEIGHT as LANE_HEIGHT
 from belady.report.html_lanes import Row, lanes
@@ -39,6 +40,7 @@ def page(run: Run) -> str:
         "run": run,
         "facts": facts,
         "cost": cost(run),
+        "distance": distance(run, longest=HASTY).sentence,
         "tiles": tiles(run),
         "causes": causes(run),
         "axis": axis,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from belady.ir.run import Run
 from belady.report import facts
+from belady.report.distance import distance
 from belady.units import format_bytes, printable
 
 _ROWS = 12
@@ -43,6 +44,7 @@ def describe(run: Run) -> str:
 def _figures(run: Run) -> Iterator[str]:
     yield from _table([("", "predicted", "measured"), *facts.figures(run)])
     yield from facts.measurement(run)
+    yield distance(run).sentence
 
 
 def _peak(run: Run) -> Iterator[str]:

@@ -58,7 +58,7 @@ class Bound:
     op: int
     needed_bytes: int
     segments: int = 0
-    decisions: tuple[str, ...] = ("Keep", "Offload", "Recompute")
+    decisions: tuple[str, ...] = ("Keep", "Offload", "Recompute", "Encode")
 
     @property
     def feasible(self) -> bool:
@@ -70,10 +70,24 @@ class Bound:
         return seconds / self.seconds - 1 if self.seconds > 0 else 0.0
 
 
-def bound(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Bound:
+def bound(
+    trace: Trace,
+    hardware: HardwareProfile,
+    budget: Budget,
+    *,
+    samples: int = _SAMPLES,
+    solver_seconds: float = _SOLVER_SECONDS,
+) -> Bound:
     """Bound the seconds of every plan of Keep, Offload, Recompute and Encode within ``budget``.
 
     Host and disk budgets are not considered, which can only make the bound lower.
+
+    Parameters
+    ----------
+    samples
+        Most ops at which time is cut; fewer make it lower and sooner known.
+    solver_seconds
+        How long the solver may take.
 
     Raises
     ------
@@ -94,12 +108,12 @@ def bound(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Bound:
         return Bound(math.inf, math.inf, "infeasible", op, least)
     limits = rooms(trace, hardware.allocator, budget.device_bytes)
     over = [have - limit for have, limit in zip(held, limits, strict=True)]
-    samples = _samples(over)
-    if not samples:
+    cuts = _samples(over, samples)
+    if not cuts:
         return Bound(keep.seconds, 0.0, "kept", op, least)
-    segments = _segments(trace, keep, samples, [over[i] for i in samples])
-    seconds, status = _solve(relax(segments, items, links), keep.seconds)
-    return Bound(seconds, seconds - keep.seconds, status, op, least, 2 * len(samples) + 1)
+    segments = _segments(trace, keep, cuts, [over[i] for i in cuts])
+    seconds, status = _solve(relax(segments, items, links), keep.seconds, solver_seconds)
+    return Bound(seconds, seconds - keep.seconds, status, op, least, 2 * len(cuts) + 1)
 
 
 def _without(held: list[int], items: list[Movable]) -> list[int]:
@@ -110,10 +124,10 @@ def _without(held: list[int], items: list[Movable]) -> list[int]:
     return [have + less for have, less in zip(held, accumulate(change), strict=False)]
 
 
-def _samples(excess: list[int]) -> list[int]:
+def _samples(excess: list[int], most: int) -> list[int]:
     """Ops whose memory is constrained: of each run of those over the limit the one most over it."""
     over = [op for op, nbytes in enumerate(excess) if nbytes > 0]
-    count = min(len(over), _SAMPLES)
+    count = min(len(over), most)
     cuts = [len(over) * part // count for part in range(count + 1)] if count else []
     return [max(over[low:high], key=excess.__getitem__) for low, high in pairwise(cuts)]
 
@@ -131,7 +145,7 @@ def _segments(trace: Trace, keep: Timeline, samples: list[int], excess: list[int
     )
 
 
-def _solve(problem: Relaxation, keep_seconds: float) -> tuple[float, str]:
+def _solve(problem: Relaxation, keep_seconds: float, most_seconds: float) -> tuple[float, str]:
     try:
         from scipy.optimize import linprog
         from scipy.sparse import coo_array
@@ -155,7 +169,7 @@ def _solve(problem: Relaxation, keep_seconds: float) -> tuple[float, str]:
         b_eq=[0.0] * len(problem.equal) if problem.equal else None,
         bounds=problem.bounds,
         method="highs",
-        options={"time_limit": _SOLVER_SECONDS},
+        options={"time_limit": most_seconds},
     )
     if result.status != 0:
         return keep_seconds, str(result.message)

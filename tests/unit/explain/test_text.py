@@ -15,6 +15,7 @@ ONE = """\
 Net on by hand (cuda), planned by by hand/1
 Predicted: 12.0 s an iteration, 3.00 s of it waiting for copies
            a peak of 12.00 KiB, which needs a budget of 15.10 KiB; 15.10 KiB are given
+No plan can be faster than 10.1 s in this budget (bound): this one is predicted 18.3% above it.
 
 Value 0: saved by op0 in stem, as its output
   scalar of torch.uint8, 12.00 KiB (activation)
