@@ -86,6 +86,7 @@ class Iteration:
         """A root is called: put the hooks of this pass on."""
         index = len(self.passes)
         self.passes.append(key)
+        self._mark(Phase.FORWARD)
         covered = index < len(self._expected) and self._expected[index] == key
         if self._engine is not None:
             # A pass after an error: its gradients are asked for anew.
@@ -101,11 +102,19 @@ class Iteration:
         self._engine_seconds -= self._engine.host_seconds if self._engine is not None else 0.0
         self._entered = perf_counter()
 
-    def leave(self) -> None:
-        """The root returned or raised: take them off."""
+    def leave(self, *, whole: bool = False) -> None:
+        """The root returned or raised: take them off.
+
+        Parameters
+        ----------
+        whole
+            Whether the pass was a block with forward and backward in it, which nothing tells apart.
+        """
         self._host_seconds += perf_counter() - self._entered
         self._engine_seconds += self._engine.host_seconds if self._engine is not None else 0.0
         self._take_off()
+        if not whole:
+            self._mark(Phase.BACKWARD)
         self._floor.end_pass()
         if self.observation is not None:
             self.observation.leave_pass()
@@ -120,6 +129,7 @@ class Iteration:
         """
         if self._engine is not None:
             self._engine.digests.demand_equal()
+        self._mark(Phase.OPTIMIZER)
         if self.observation is not None:
             self.observation.recorder.phase = Phase.OPTIMIZER
 
@@ -158,6 +168,11 @@ class Iteration:
                 stack.callback(self._monitor.cancel)
             stack.callback(self._floor.drop)
             self._take_off()
+
+    def _mark(self, phase: Phase) -> None:
+        """A phase begins, as a trace has them; after forward all that is no step is BACKWARD."""
+        if self._sample is not None:
+            self._sample.mark(phase)
 
     def _take_off(self) -> None:
         """Take hooks and modes of the pass off this thread. Idempotent."""

@@ -106,7 +106,7 @@ class Tracker:
             yield
             self._inside = None
             if self._iteration is not None:
-                self._iteration.leave()
+                self._iteration.leave(whole=True)
             self._finish()
         finally:
             self._whole = False

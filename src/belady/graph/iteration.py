@@ -9,6 +9,7 @@ from belady.graph.capture import Captured, State
 from belady.graph.contents import Contents
 from belady.graph.kinds import Kind
 from belady.graph.watching import Counted, Watched
+from belady.ir.ops import Phase
 from belady.measure.monitor import Sample
 from belady.memory.carrier import Carrier
 
@@ -63,7 +64,11 @@ class Iteration:
         return not all(forward for _, forward in self.order)
 
     def anchor(self) -> None:
-        """A part begins: take it down, where the iteration is recorded and goes as planned."""
+        """A part begins: take it down, where the iteration is recorded and goes as planned.
+
+        What is done between forward and backward, such as a loss, counts to forward.
+        """
+        self.sample.mark(Phase.FORWARD if self.order[-1][1] else Phase.BACKWARD)
         tape, force = self.sample.tape, self.kind.force
         if tape is not None and force is not None and len(self.order) <= len(force.drawn.starts):
             tape.anchor(force.drawn.starts[len(self.order) - 1])

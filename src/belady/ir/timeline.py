@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from belady.ir.ops import Phase
 from belady.ir.trace import Tier
 
 
@@ -86,6 +87,14 @@ class Held:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of an iteration spent in one phase."""
+
+    phase: Phase
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A predicted iteration.
@@ -152,6 +161,10 @@ class Measured:
         counted.
     recorded, recorded_seconds
         Which iteration was recorded, and its duration; 0 where none was.
+    phases
+        Medians of what FORWARD took, BACKWARD and OPTIMIZER; empty where nobody could tell them
+        apart. What lies between forward and backward, such as a loss, counts to BACKWARD, and to
+        FORWARD where graphs were captured.
     """
 
     level: int
@@ -169,6 +182,7 @@ class Measured:
     numbers: tuple[int, ...] = ()
     recorded: int = 0
     recorded_seconds: float = 0.0
+    phases: tuple[Took, ...] = ()
     version: int = field(default=1, metadata={"const": 1})
 
     def peak(self, tier: Tier) -> int:

@@ -1,24 +1,30 @@
 """How long iterations take and what they hold, at a stated price.
 
 Level 0 takes two events an iteration and is on always. Level 1 also resets the allocator's peak
-statistics at the start of an iteration and times every wait; it is on while a plan is verified.
+statistics at the start of an iteration, times every wait and takes an event where a phase begins,
+two more in an iteration of one pass; it is on while a plan is verified.
 Level 2 also takes down every copy, wait and anchor; it is on for an iteration when asked for, waits
 for the device first and takes some microseconds an anchor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
 import torch
 
-from belady.ir.timeline import Measured, Moved, TierPeak
+from belady.ir.ops import Phase
+from belady.ir.timeline import Measured, Moved, TierPeak, Took
 from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
 from belady.memory.tape import END, Tape
+
+Moment = torch.cuda.Event | float
+# Passes of an iteration whose phases are told apart; a root called without end is not timed.
+_MOST_MARKS = 64
 
 
 @dataclass(slots=True)
@@ -29,10 +35,12 @@ class Sample:
     ``host_seconds`` is what the host spent inside the roots on the program's own account, and
     ``engine_seconds`` what issuing the plan took it in all, ``replay_seconds`` of them to take over
     what stays on the device or is made again; 0 where nobody counts it.
+    ``marks`` says when which phase began, after the FORWARD of ``begun``; ``now`` is the clock for
+    them, None where they are not taken.
     """
 
-    begun: torch.cuda.Event | float
-    ended: torch.cuda.Event | float | None = None
+    begun: Moment
+    ended: Moment | None = None
     peaks: tuple[TierPeak, ...] = ()
     reserved_bytes: int = 0
     retries: int = 0
@@ -43,16 +51,36 @@ class Sample:
     replay_seconds: float = 0.0
     tape: Tape | None = None
     number: int = 0
+    marks: list[tuple[Phase, Moment]] = field(default_factory=list)
+    now: Callable[[], Moment] | None = None
+
+    def mark(self, phase: Phase) -> None:
+        """A phase begins, if it is another than the one under way."""
+        under_way = self.marks[-1][0] if self.marks else Phase.FORWARD
+        if self.now is not None and phase is not under_way and len(self.marks) < _MOST_MARKS:
+            self.marks.append((phase, self.now()))
 
     @property
     def seconds(self) -> float:
         """Duration; waits for the device where it must."""
-        if isinstance(self.begun, float):
-            return self.ended - self.begun if isinstance(self.ended, float) else 0.0
-        if not isinstance(self.ended, torch.cuda.Event):
-            return 0.0
-        self.ended.synchronize()
-        return float(self.begun.elapsed_time(self.ended)) / 1e3
+        if isinstance(self.ended, torch.cuda.Event):
+            self.ended.synchronize()
+        return _between(self.begun, self.ended)
+
+    @property
+    def phases(self) -> dict[Phase, float]:
+        """Seconds of each phase; empty where they were not told apart. Waits as `seconds`."""
+        known = [phase for phase, _ in self.marks[:1]] == [Phase.BACKWARD]
+        if not known or len(self.marks) >= _MOST_MARKS:
+            return {}
+        if isinstance(self.ended, torch.cuda.Event):
+            self.ended.synchronize()
+        took: dict[Phase, float] = {}
+        begins = [(Phase.FORWARD, self.begun), *self.marks]
+        ends = [moment for _, moment in self.marks] + [self.ended]
+        for (phase, begun), ended in zip(begins, ends, strict=True):
+            took[phase] = took.get(phase, 0.0) + _between(begun, ended)
+        return took
 
 
 @dataclass(slots=True)
@@ -74,11 +102,11 @@ class Monitor:
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._retries = _retries(self.device)
-        return Sample(self._now(), tape=tape)
+        return Sample(self._now(), tape=tape, now=self._now if level else None)
 
     def end(self, sample: Sample) -> Sample:
         """It ended."""
-        sample.ended = self._now()
+        sample.ended, sample.now = self._now(), None
         self.carrier.iterations += 1
         sample.number = self.carrier.iterations
         if sample.tape is not None:
@@ -111,7 +139,7 @@ class Monitor:
         sample.stall_seconds = sum(carrier.collect_stalls().values())
         sample.moved = tuple(m for m in carrier.counters.values() if m.copies)
 
-    def _now(self) -> torch.cuda.Event | float:
+    def _now(self) -> Moment:
         if self.device.type != "cuda":
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -151,7 +179,23 @@ def summarize(
         sum(sample.retries for sample in samples),
         defaults,
         numbers=tuple(sample.number for sample in samples),
+        phases=_phases([sample.phases for sample in samples]),
     )
+
+
+def _phases(samples: Sequence[dict[Phase, float]]) -> tuple[Took, ...]:
+    """The median of each phase that all samples have."""
+    shared = [phase for phase in samples[0] if all(phase in sample for sample in samples)]
+    return tuple(Took(phase, median(sample[phase] for sample in samples)) for phase in shared)
+
+
+def _between(begun: Moment, ended: Moment | None) -> float:
+    """Seconds between two moments of one kind that have passed."""
+    if isinstance(begun, float):
+        return ended - begun if isinstance(ended, float) else 0.0
+    if not isinstance(ended, torch.cuda.Event):
+        return 0.0
+    return float(begun.elapsed_time(ended)) / 1e3
 
 
 def _retries(device: torch.device) -> int:

@@ -12,9 +12,10 @@ from belady.ir.residency import curve, intervals, managed_room
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Phase, Source, StorageKind, Tier, Trace
+from belady.report import errors
 from belady.units import format_bytes, format_seconds
 
-ABSENT = "-"
+ABSENT = errors.ABSENT
 _LEVELS = ("time and peaks", "time, peaks, bytes and stalls", "every event")
 
 
@@ -90,8 +91,9 @@ def measurement(run: Run) -> list[str]:
     times = ", ".join(format_seconds(seconds) for seconds in measured.iterations)
     which = " and ".join(map(str, measured.numbers))
     lines = [
+        *errors.final(run),
         f"Measured at level {measured.level} ({level}), verified in iterations "
-        + (f"{which}, of {times}." if which else f"of {times}.")
+        + (f"{which}, of {times}." if which else f"of {times}."),
     ]
     if recording(run):
         waited_s = sum(stall.seconds for stall in measured.stalls)
@@ -126,7 +128,8 @@ def figures(run: Run) -> Iterator[tuple[str, str, str]]:
         if tier is Tier.DEVICE or any(peaks):
             yield f"peak of {tier.value}", format_bytes(peaks[0]), seen(format_bytes(peaks[1]))
     if measured and measured.reserved_bytes:
-        yield "reserved by torch's allocator", ABSENT, format_bytes(measured.reserved_bytes)
+        most = f"at most {format_bytes(errors.most_reserved(run))}"
+        yield "reserved by torch's allocator", most, format_bytes(measured.reserved_bytes)
     now = measured.seconds if measured else 0.0
     yield "time of an iteration", format_seconds(predicted.seconds), seen(format_seconds(now))
     yield "  computing", format_seconds(predicted.compute_seconds), ABSENT
@@ -142,6 +145,7 @@ def figures(run: Run) -> Iterator[tuple[str, str, str]]:
         overhead(run, predicted.seconds, predicted.stall_seconds),
         ABSENT if stalled is None else overhead(run, now, stalled),
     )
+    yield from errors.phases(run)
     yield from _lanes(predicted, measured)
 
 
