@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_iter
 
 from belady.eager.limits import Limits
 from belady.errors import BeladyError, StaleValueError, TraceError
-from belady.virtual import IterationStats, VirtualMemory
+from belady.measure.stats import IterationStats
+from belady.virtual import VirtualMemory
 
 INTERRUPTED = 130
 

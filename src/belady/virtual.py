@@ -5,21 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from belady._version import __version__
+from belady.eager.attempts import attempt
 from belady.eager.conductor import Conductor
-from belady.eager.limits import Limits, open_machine, out_of_memory
+from belady.eager.limits import Limits, open_machine
 from belady.eager.tracker import Tracker
 from belady.errors import ReplayError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
-from belady.ir.trace import Tier
-from belady.measure.monitor import Sample
-from belady.measure.stages import Policy, Stage
+from belady.measure.stages import Policy
+from belady.measure.starving import out_of_memory
+from belady.measure.stats import IterationStats, Listeners
 from belady.memory.carrier import Carrier
 from belady.planners.ocdnn import MANAGING
 
@@ -28,18 +29,7 @@ if TYPE_CHECKING:
     from belady.graph.session import Session
 
 _Opened = TypeVar("_Opened", "Conductor", "Session")
-
-
-@dataclass(frozen=True, slots=True)
-class IterationStats:
-    """One finished iteration, for listeners."""
-
-    index: int
-    seconds: float
-    peak_bytes: int
-    budget_bytes: int
-    stall_seconds: float
-    phase: str
+_Result = TypeVar("_Result")
 
 
 def virtualize(
@@ -118,15 +108,14 @@ class VirtualMemory:
 
     def __init__(self, models: Sequence[torch.nn.Module], limits: Limits) -> None:
         self._limits = limits
-        self._budget = limits.budgets()
+        budget = limits.budgets()
         limits.demand_known()
         self._machine: tuple[Policy, HardwareProfile, Carrier] | None = None
         self._notes: list[str] = []
-        self.listeners: list[Callable[[IterationStats], None]] = []
+        self._stats = Listeners(budget.device_bytes)
+        self.listeners: list[Callable[[IterationStats], None]] = self._stats.all
         self._tracker = self._engine()
-        self._count = 0
         self._recorded = False
-        self._untold: tuple[Stage, Sample] | None = None
         # What outlives this object unless it is undone: also when it is dropped without `close`.
         self._undo = ExitStack()
         self._finalizer = weakref.finalize(self, self._undo.close)
@@ -167,6 +156,32 @@ class VirtualMemory:
             If it is entered inside itself or inside a forward.
         """
         return self._tracker.whole()
+
+    def step(self, closure: Callable[[], _Result]) -> _Result:
+        """Run forward and backward such that they can be run again, and give what they give.
+
+        Where the device runs out of memory in ``closure``, its gradients, the models' buffers and
+        the random states (torch's, Python's and NumPy's global ones) are put back, a plan with a
+        wider margin is put in force, or the floor, and ``closure`` is called again, up to three
+        times. Then call the optimizer's step.
+
+        Parameters
+        ----------
+        closure
+            Calls the models and ``backward``. It has no other effect than gradients, buffers and
+            random numbers, and does not step an optimizer.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If there was not enough memory each time, or ``closure`` changed a parameter.
+
+        Notes
+        -----
+        Buffers are copied before, and so are gradients that are there already, to the host if they
+        are large: accumulate in one closure rather than in several.
+        """
+        return attempt(closure, lambda: self._tracker)
 
     def run(self) -> Run | None:
         """Trace, machine, plan, prediction and measurement; None until there is a plan."""
@@ -209,7 +224,7 @@ class VirtualMemory:
             self._finalizer()
             # The engine's list too: cycles would keep models until they are collected.
             self._tracker.roots.clear()
-        self._tell()
+        self._stats.tell()
 
     def __enter__(self) -> VirtualMemory:
         return self
@@ -224,25 +239,10 @@ class VirtualMemory:
         if isinstance(error, torch.OutOfMemoryError):
             raise out_of_memory(error, self._tracker.conductor) from error
 
-    def _ended(self, stage: Stage, sample: Sample) -> None:
-        self._tell()
-        self._untold = (stage, sample)
-
-    def _tell(self) -> None:
-        if self._untold is None:
-            return
-        (stage, sample), self._untold = self._untold, None
-        self._count += 1
-        peak = next((p.nbytes for p in sample.peaks if p.tier is Tier.DEVICE), 0)
-        budget, waited = self._budget.device_bytes, sample.stall_seconds
-        stats = IterationStats(self._count, sample.seconds, peak, budget, waited, stage.value)
-        for listener in self.listeners:
-            listener(stats)
-
     def _engine(self) -> Tracker | Roots:
         engine, policy = self._limits.engine, self._limits.policy
         if engine == "eager":
-            return Tracker(self._conductor, self._ended, cuts=self._limits.cuts)
+            return Tracker(self._conductor, self._stats.ended, cuts=self._limits.cuts)
         if policy in MANAGING:
             raise ValueError(
                 f"policy {policy!r} moves values in managed memory, which engine={engine!r} does "
@@ -262,7 +262,7 @@ class VirtualMemory:
     def _go_eager(self, why: str) -> Tracker:
         roots, tracker = (
             self._tracker,
-            Tracker(self._conductor, self._ended, cuts=self._limits.cuts),
+            Tracker(self._conductor, self._stats.ended, cuts=self._limits.cuts),
         )
         roots.close()
         self._notes.append(f"engine='eager', since {why}")
@@ -280,7 +280,7 @@ class VirtualMemory:
 
         machine, roots = self._set_up(module), self._tracker.roots
         fused = self._limits.engine == "inductor"
-        return self._opened(open_session(machine, roots, self._ended, fused=fused))
+        return self._opened(open_session(machine, roots, self._stats.ended, fused=fused))
 
     def _opened(self, engine: _Opened) -> _Opened:
         self._undo.callback(engine.close)
@@ -292,5 +292,5 @@ class VirtualMemory:
         """Look at the machine and make the budget real, once."""
         if self._machine is None:
             self._machine = open_machine(module, self._limits, self._undo)
-            self._budget = self._machine[0].budget
+            self._stats.budget_bytes = self._machine[0].budget.device_bytes
         return self._machine

@@ -59,6 +59,9 @@ class PlannedHost:
     def captured(self, graph: Captured) -> None:
         pass
 
+    def starved(self) -> None:
+        """Leave the plan as it is."""
+
     def not_captured(self, reason: str) -> None:
         self.reasons.append(reason)
 

@@ -17,7 +17,7 @@ from belady.cli.show import note
 from belady.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:
-    from belady.virtual import IterationStats
+    from belady.measure.stats import IterationStats
 
 _PLAIN_EVERY_S = 10.0
 _LOG = logging.getLogger("belady")

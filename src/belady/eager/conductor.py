@@ -6,7 +6,6 @@ A *kind* of iteration is named by its first pass; `belady.measure.progress` says
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -35,7 +34,6 @@ from belady.measure.trials import Trials
 from belady.memory.algorithms import available
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
-from belady.memory.contents import Moved
 from belady.planners.moves import MIN_BYTES
 
 # Policies that may ask convolutions for less workspace, and the part of the budget from which on it
@@ -138,13 +136,15 @@ class Conductor:
                 self._kinds.pop(next(iter(self._kinds))).forget()
         self._hear_of(kind)
         self._planning.check_replays(kind)
+        if kind.starved:
+            self._planning.tighten(kind)
         if kind.trial is None or kind.engine is not None:
             self._find_lasting(kind)
         else:
             self._leave_gradients()
         observation = self._observation(kind)
         if kind.engine is not None:
-            kind.engine.on_bring = None if observation is None else _telling(observation)
+            kind.engine.on_bring = None if observation is None else observation.brought
         expected = kind.passes if kind.trial is not None else ()
         workspace = Workspace.UNCHANGED if kind.trial is None else kind.trial.plan.workspace
         iteration = Iteration(self._floor, kind.engine, expected, observation, workspace)
@@ -152,6 +152,11 @@ class Conductor:
         if kind.engine is not None:
             kind.engine.on_anchor = sample.tape.anchor if sample.tape is not None else None
         return iteration
+
+    def starved(self) -> None:
+        """The device ran out of memory in the iteration begun last: tighten before the next."""
+        if self._last is not None:
+            self._last.starved = True
 
     def enter(self, of: Iteration, key: Key, module: torch.nn.Module, call: Call) -> None:
         """A pass of kind ``key`` begins in an iteration.
@@ -286,13 +291,3 @@ class Conductor:
                 self._forget(again)
         else:
             kind.passes, kind.warm = passes, trace
-
-
-def _telling(observation: Observation) -> Callable[[Moved], None]:
-    recorder = observation.recorder
-
-    def tell(content: Moved) -> None:
-        if content.arrival is not None:
-            recorder.brought(content, content.arrival.tensor)
-
-    return tell

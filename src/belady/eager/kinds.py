@@ -168,6 +168,14 @@ class Planning:
         if chosen is not None:
             self._put_in_force(kind, kind.trace, chosen)
 
+    def tighten(self, kind: Kind) -> None:
+        """After the device ran out of memory: leave the allocator more room."""
+        if kind.trace is None:
+            return
+        chosen = kind.tighten(self._verification, kind.trace, kind.numerics)
+        if chosen is not None:
+            self._put_in_force(kind, kind.trace, chosen)
+
     def _put_in_force(self, kind: Kind, trace: Trace, trial: Trial) -> None:
         plan, carrier = trial.plan, self._carrier
         kind.settle()

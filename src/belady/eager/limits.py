@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from belady.errors import BudgetError, InfeasibleBudgetError, OutOfMemoryError, TraceError
+from belady.errors import BudgetError, InfeasibleBudgetError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
 from belady.ir.trace import Tier, Trace
@@ -21,7 +21,7 @@ from belady.memory.carrier import Carrier
 from belady.planners import POLICIES, smallest_budget
 from belady.planners import plan as make_plan
 from belady.sections.cutting import POLICIES as CUTTING
-from belady.units import format_bytes, parse_bytes
+from belady.units import parse_bytes
 
 ENGINES = ("eager", "graph", "inductor", "auto")
 
@@ -139,24 +139,6 @@ def least_with_state(trace: Trace, hardware: HardwareProfile, policy: Policy) ->
     allocator = hardware.allocator
     floor = allocator.peak_within(smallest_budget("floor", trace, hardware, policy.budget))
     return allocator.budget_for(floor + 2 * trained_bytes(trace))
-
-
-def out_of_memory(error: torch.OutOfMemoryError, engine: object) -> OutOfMemoryError:
-    """What is raised for torch's error, and what to do about it.
-
-    Parameters
-    ----------
-    engine
-        What ran the iteration; it may know ``least_bytes``.
-    """
-    least = getattr(engine, "least_bytes", 0)
-    said = (
-        f"the device ran out of memory in spite of the plan ({error}); a larger budget, or "
-        "policy='floor', leaves the allocator more room"
-    )
-    if least:
-        said += f". With Adam's state, born in its first step, {format_bytes(least)} are needed"
-    return OutOfMemoryError(said)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

@@ -21,6 +21,8 @@ from belady.forwards import Late, is_patched
 from belady.measure.key import Key, pass_key
 from belady.measure.monitor import Sample
 from belady.measure.stages import Stage
+from belady.measure.starving import tell
+from belady.sections.gate import calls_under_way
 
 Call = tuple[Any, Any]
 
@@ -197,7 +199,7 @@ class Tracker:
         """Whether no other root is running; repairs what an interrupted one left behind."""
         if self._inside is None:
             return True
-        if self._whole or _calls_under_way(self._inside) > (self._inside is module):
+        if self._whole or calls_under_way(self._inside) > (self._inside is module):
             return False
         # The last call ended in a way that ran no hook (KeyboardInterrupt): start afresh.
         self._abort()
@@ -205,15 +207,18 @@ class Tracker:
 
     def _leave(self, module: torch.nn.Module, _args: Any, result: Any) -> None:
         inside = module is self._inside or self._whole
-        if not inside or self._preparing or _calls_under_way(module) > 1:
+        if not inside or self._preparing or calls_under_way(module) > 1:
             return
         if self.conductor is not None:
             self.conductor.gate.shut(module)
         if self._whole:
             return
         self._inside = None
-        if result is None and sys.exc_info()[0] is not None:
-            # What torch gives, from its handler, after an exception in forward.
+        # What torch gives, from its handler, after an exception in forward.
+        error = sys.exc_info()[1] if result is None else None
+        if isinstance(error, torch.OutOfMemoryError):
+            self.starved(error)
+        elif error is not None:
             self._abort()
         elif self._iteration is not None:
             self._iteration.leave()
@@ -256,6 +261,13 @@ class Tracker:
             return
         self._ended(*self.conductor.finish(iteration))
 
+    def starved(self, error: torch.OutOfMemoryError) -> None:
+        """The device ran out of memory: give the iteration up, tighten the plan of the next."""
+        self._abort()
+        if self.conductor is not None:
+            self.conductor.starved()
+        tell(error, self.conductor)
+
     def _abort(self) -> None:
         self._inside, self._over = None, False
         iteration, self._iteration = self._iteration, None
@@ -285,11 +297,3 @@ def _no_hook() -> Callable[..., None]:
 
 def _nothing(*_args: Any) -> None:
     """Stand for a hook of belady in a copy of a model."""
-
-
-def _calls_under_way(module: torch.nn.Module) -> int:
-    """How many calls of ``module`` are on this thread's stack."""
-    frame, count = sys._getframe(), 0
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-    return count

@@ -9,8 +9,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from belady.errors import GraphError
-
 _MISSING = "belady: gradients that nobody gives"
 
 
@@ -126,17 +124,3 @@ def _joined(
         leaf._backward_hooks.clear()
         leaf._backward_hooks.update({handle.id: look, **others})
     return handle
-
-
-def refuse_second_order() -> None:
-    """Say that there is none.
-
-    Raises
-    ------
-    GraphError
-        Always.
-    """
-    raise GraphError(
-        "the gradients of a captured graph have no graph of their own: create_graph=True (a "
-        "gradient of a gradient) needs engine='eager'"
-    )

@@ -20,7 +20,8 @@ from belady.graph.joins import join_as_they_come
 from belady.graph.joint import Joint, share_casts, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.program import Program, program_of
-from belady.graph.refusals import refuse_other_bits, refuse_sums
+from belady.graph.refusals import refuse_other_bits, refuse_second_order, refuse_sums
+from belady.measure.starving import telling
 from belady.memory.geometry import below_autograd
 from belady.memory.witness import demand_unchanged
 
@@ -247,9 +248,9 @@ def _backward(args: list[Any]) -> list[Any]:
     host.enter_backward(state, args)
     keep = autograd.keeps_graph()
     if keep:
-        autograd.when_asked_for_more(autograd.refuse_second_order)
+        autograd.when_asked_for_more(refuse_second_order)
     saved = state.take(keep=keep)
-    with below_autograd():
+    with below_autograd(), telling(host.starved, host):
         results = turn.program.backward(saved, args, turn.contents, turn.watch)
     results = state.graph.left_none(results)
     host.left_backward(state, results)

@@ -63,3 +63,7 @@ class Host(Protocol):
     def left_backward(self, state: State, results: Sequence[Any]) -> None:
         """It has run."""
         ...
+
+    def starved(self) -> None:
+        """It ran out of the device's memory."""
+        ...

@@ -14,6 +14,12 @@ from belady.ir.plan import Plan
 from belady.measure.observe import undisturbed
 from belady.measure.progress import Progress
 
+MAY_BE_OFF = "what is predicted may be off"
+TWICE = (
+    "an iteration with a second backward through the same call (retain_graph=True) is not planned, "
+    "and all that may move does: engine='eager' plans it"
+)
+
 # Calls and backwards of an iteration in order: the number of the call, and whether it is forward.
 Order = tuple[tuple[int, bool], ...]
 

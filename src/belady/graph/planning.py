@@ -182,6 +182,15 @@ class Planning:
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
 
+    def tighten(self, kind: Kind) -> None:
+        """After the device ran out of memory: leave the allocator more room."""
+        force = kind.force
+        if force is None:
+            return
+        chosen = kind.tighten(self._verification, force.drawn.trace, self._numerics(kind))
+        if chosen is not None:
+            self._put_in_force(kind, force.drawn, chosen)
+
     def _may_run_again(self, drawn: Drawn) -> Drawn:
         """What was drawn, without replays that ``exact`` forbids."""
         return replace(drawn, trace=convolutions.kept(drawn.trace)) if self._policy.exact else drawn
@@ -216,3 +225,13 @@ def part_of(
         raise RuntimeError("a graph that was not cut cannot be called")
     inputs = [names.of(arg) for arg in args]
     return Part(call, graph.name, graph.joint, graph.layout, True, inputs, lasting.kinds)
+
+
+def backward_of(
+    graph: Captured, call: int, args: Sequence[Any], names: Names, lasting: Lasting
+) -> Part:
+    """The backward of a call, given ``args``."""
+    if graph.joint is None:
+        raise RuntimeError("a graph that was not cut has no backward of ours")
+    inputs = [names.of(arg) for arg in args]
+    return Part(call, graph.name, graph.joint, graph.layout, False, inputs, lasting.kinds)

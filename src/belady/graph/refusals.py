@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from belady.errors import TraceError
+from belady.errors import GraphError, TraceError
 from belady.graph.bits import summed
 from belady.graph.joint import Joint
 
@@ -63,3 +63,11 @@ def refuse_sums(joint: Joint) -> None:
 def unmanaged(reasons: Iterable[str]) -> list[str]:
     """One sentence for each reason why a part of a model runs as plain PyTorch."""
     return [f"not captured, and so not managed: {reason}" for reason in reasons]
+
+
+def refuse_second_order() -> None:
+    """Refuse a gradient of what a captured graph gave as one."""
+    raise GraphError(
+        "the gradients of a captured graph have no graph of their own: create_graph=True (a "
+        "gradient of a gradient) needs engine='eager'"
+    )

@@ -16,6 +16,7 @@ from belady.graph import doors
 from belady.graph.capture import backend_of
 from belady.graph.refusals import unmanaged
 from belady.graph.session import Session
+from belady.measure.starving import tell, telling
 from belady.sections.unrolled import Unrolling
 
 # Takes a reason, a module, and the arguments of a call of it.
@@ -150,6 +151,15 @@ class Roots:
             for place in self._places:
                 place.attach()
 
+    def starved(self, error: torch.OutOfMemoryError) -> None:
+        """The device ran out of memory: give the iteration up, tighten the plan of the next."""
+        self._starved()
+        tell(error, self.conductor)
+
+    def _starved(self) -> None:
+        if self.conductor is not None:
+            self.conductor.starved()
+
     def left_out(self, reasons: list[str]) -> None:
         """Note what of a call was not captured."""
         self.reasons.update(reasons)
@@ -164,7 +174,8 @@ class Roots:
         """A root is called in the block."""
         before, self.under_way = self.under_way, True
         try:
-            yield
+            with telling(self._starved, self.conductor):
+                yield
         finally:
             self.under_way = before
 

@@ -14,9 +14,8 @@ from belady.graph.admission import Admission
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
 from belady.graph.iteration import Iteration
-from belady.graph.kinds import Kind, Order, goes_back_once, settled
-from belady.graph.parts import Part
-from belady.graph.planning import Planning, part_of
+from belady.graph.kinds import MAY_BE_OFF, TWICE, Kind, Order, goes_back_once, settled
+from belady.graph.planning import Planning, backward_of, part_of
 from belady.graph.refusals import unmanaged
 from belady.graph.trace import draw
 from belady.graph.watching import Counted, Watched
@@ -29,12 +28,6 @@ from belady.memory.carrier import Carrier
 
 if TYPE_CHECKING:
     from belady.graph.inductor import Inductor
-
-_MAY_BE_OFF = "what is predicted may be off"
-_TWICE = (
-    "an iteration with a second backward through the same call (retain_graph=True) is not planned, "
-    "and all that may move does: engine='eager' plans it"
-)
 
 
 class Session:
@@ -170,10 +163,7 @@ class Session:
         if iteration.counted is not None:
             iteration.counted.seen(args)
         if watched is not None:
-            names = [watched.names.of(arg) for arg in args]
-            joint, layout = state.graph.joint, state.graph.layout
-            assert joint is not None
-            part = Part(call, state.graph.name, joint, layout, False, names, watched.lasting.kinds)
+            part = backward_of(state.graph, call, args, watched.names, watched.lasting)
             watched.enter(part, args)
 
     def left_backward(self, state: State, results: Sequence[Any]) -> None:
@@ -222,8 +212,19 @@ class Session:
     def close(self) -> None:
         """From now on graphs save on the device, as plain PyTorch does. Idempotent."""
         self._settle()
-        iteration, self._iteration, self._closed = self._iteration, None, True
+        self._closed = True
         self.admission.close()
+        self._abandon()
+
+    def starved(self) -> None:
+        """The device ran out of memory: give the iteration up, tighten the plan of the next."""
+        kind = self._latest if self._iteration is None else self._iteration.kind
+        if kind is not None:
+            kind.starved = True
+        self._abandon()
+
+    def _abandon(self) -> None:
+        iteration, self._iteration = self._iteration, None
         self._planning.bits.forget()
         if iteration is not None and not iteration.ended:
             self._monitor.cancel()
@@ -245,8 +246,7 @@ class Session:
         kind = self._latest
         if kind is None or kind.force is None:
             return None
-        said = (*self.admission.said, *self._planning.notes)
-        notes = (*self.notes, *said, *self.left_out())
+        notes = (*self.notes, *self.admission.said, *self._planning.notes, *self.left_out())
         return kind.run(kind.force.drawn.trace, notes, versions)
 
     def left_out(self) -> list[str]:
@@ -255,6 +255,8 @@ class Session:
 
     def _begin(self, graph: Captured) -> Iteration:
         kind = self._kinds.setdefault(graph, Kind())
+        if kind.starved:
+            self._planning.tighten(kind)
         watched = counted = None
         if kind.watched:
             tries = self._planning.recomputes
@@ -269,11 +271,11 @@ class Session:
         kind, drawn = iteration.kind, None
         if goes_back_once(order):
             for op in sorted(watched.surprises):
-                self._note(f"{op} lies on other bytes than it was traced with: {_MAY_BE_OFF}")
+                self._note(f"{op} lies on other bytes than it was traced with: {MAY_BE_OFF}")
             parts, unseen = watched.finish(), watched.unseen_bytes()
             drawn = draw(parts, self.device, unseen, watched.released, watched.thrown_away)
         else:
-            self._note(_TWICE)
+            self._note(TWICE)
         usable = drawn is not None
         alike = kind.seen(alike=usable and kind.same(iteration.graphs, order), usable=usable)
         if alike and drawn is not None:
@@ -287,8 +289,7 @@ class Session:
             self.notes.append(sentence)
 
     def _carried_out(self, iteration: Iteration, order: Order) -> None:
-        kind = iteration.kind
-        self._latest = kind
+        self._latest = kind = iteration.kind
         if iteration.strayed or not kind.same(iteration.graphs, order):
             kind.went_otherwise()
             return

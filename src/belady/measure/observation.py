@@ -22,6 +22,7 @@ from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
 from belady.measure.sums import in_place
 from belady.measure.trials import Trials
+from belady.memory.contents import Moved
 
 
 class Observation:
@@ -88,6 +89,11 @@ class Observation:
         """The root returned."""
         self._end_call()
         self.recorder.phase = Phase.LOSS
+
+    def brought(self, content: Moved) -> None:
+        """The bytes of a content were asked back."""
+        if content.arrival is not None:
+            self.recorder.brought(content, content.arrival.tensor)
 
     def stop(self) -> None:
         """Stop watching, in whatever order modes were put on this thread. Idempotent."""

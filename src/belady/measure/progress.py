@@ -22,6 +22,7 @@ from belady.measure.algorithms import with_beside
 from belady.measure.events import with_events
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
+from belady.measure.tightening import NOTHING
 from belady.measure.verification import VERIFIED, Trial, Verification, best, verified
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
@@ -57,6 +58,8 @@ class Progress:
         Iterations observed so far.
     claim
         What the plan in force needs of managed memory.
+    starved
+        Whether the device ran out of memory in the last iteration.
     """
 
     stage: Stage = Stage.WARM
@@ -68,6 +71,7 @@ class Progress:
     deviations: int = 0
     observed: int = 0
     claim: Claim | None = None
+    starved: bool = False
 
     @property
     def watched(self) -> bool:
@@ -213,6 +217,20 @@ class Progress:
         trace, better = verification.better(trace, self.tried, self.samples, *numerics)
         chosen = better or best(self.tried)
         return trace, None if chosen is self.trial else chosen
+
+    def tighten(
+        self, verification: Verification, trace: Trace, numerics: tuple[str, ...]
+    ) -> Trial | None:
+        """What to put in force after the device ran out of memory; None where nothing takes less.
+
+        The plan in force counts as one under which the allocator had to flush its cache.
+        """
+        self.starved = False
+        if self.trial is None:
+            return None
+        lost = replace(self.trial, measured=NOTHING)
+        self.tried = [it for it in self.tried if it.plan is not lost.plan] + [lost]
+        return verification.tighter(trace, self.tried, *numerics)
 
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""

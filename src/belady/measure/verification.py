@@ -24,6 +24,7 @@ from belady.measure.corrections import (
 from belady.measure.margins import FILLING, Make, fits, suited, towards, with_settled
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
+from belady.measure.tightening import tightened
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
 from belady.units import format_bytes, format_seconds
@@ -203,6 +204,22 @@ class Verification:
             return trace, None
         self.notes += _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
         return trace, Trial(made, hardware, last.policy)
+
+    def tighter(self, trace: Trace, tried: Sequence[Trial], *numerics: str) -> Trial | None:
+        """What to go on with where the device ran out of memory under the last of ``tried``.
+
+        None where nothing takes less.
+        """
+        last, measured = tried[-1], [trial.measured for trial in tried]
+
+        def make(name: str, hardware: HardwareProfile) -> Plan:
+            return self._plan(name, trace, hardware, numerics)
+
+        found = tightened(trace, last.plan, last.hardware, measured, make, last.policy)
+        if found is None:
+            return None
+        self.notes.append(found.note)
+        return Trial(found.plan, found.hardware, found.policy)
 
     def _planner(self, name: str, trace: Trace, numerics: tuple[str, ...]) -> Make:
         return lambda hardware: self._plan(name, trace, hardware, numerics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
@@ -36,3 +37,11 @@ class Gate:
         # In backward a user's checkpoint calls again what ran in forward.
         in_backward = torch._C._current_graph_task_id() != -1
         return in_backward or self._at == (threading.get_ident(), root)
+
+
+def calls_under_way(module: torch.nn.Module) -> int:
+    """How many calls of ``module`` are on this thread's stack."""
+    frame, count = sys._getframe(), 0
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+    return count

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import belady
-from belady.eager.limits import out_of_memory
+from belady.measure.starving import out_of_memory
 from belady.units import parse_bytes
 
 FULL = torch.OutOfMemoryError("no room for 98 MiB")
