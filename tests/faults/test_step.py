@@ -209,6 +209,14 @@ def test_what_runs_again_runs_in_less_memory(engine: str) -> None:
     assert not differences(expected("loss"), work.outcome())
 
 
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_what_ran_out_before_there_was_a_plan_is_not_held_against_it(engine: str) -> None:
+    work = Work("loss")
+    with belady.virtualize(work.model, BUDGET, engine=engine) as vm:
+        work.run(vm.step, {0: 1, 1: 1})
+        assert plans(vm).moves_nothing
+
+
 def test_a_plan_that_moves_gets_a_wider_margin_first() -> None:
     budget = budget_of_floor(Work(), 1.3)
     work = Work("loss")

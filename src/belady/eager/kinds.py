@@ -170,6 +170,7 @@ class Planning:
 
     def tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
+        kind.starved = False
         if kind.trace is None:
             return
         chosen = kind.tighten(self._verification, kind.trace, kind.numerics)

@@ -184,6 +184,7 @@ class Planning:
 
     def tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
+        kind.starved = False
         force = kind.force
         if force is None:
             return

@@ -225,7 +225,6 @@ class Progress:
 
         The plan in force counts as one under which the allocator had to flush its cache.
         """
-        self.starved = False
         if self.trial is None:
             return None
         lost = replace(self.trial, measured=NOTHING)
