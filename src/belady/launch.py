@@ -123,7 +123,9 @@ class _Roots:
         self.vm.listeners.append(self._count)
         if options.recorded:
             self.vm.record()
-        self.found: WeakSet[torch.nn.Module] = WeakSet()
+        # Not whether ``_known`` holds any: the script's modules may be gone when it has ended.
+        self.found = False
+        self._known: WeakSet[torch.nn.Module] = WeakSet()
         self._options = options
         self._progress = progress
         self._iterations = 0
@@ -158,7 +160,7 @@ class _Roots:
         limit = self._options.iterations
         if limit is not None and self._iterations >= limit:
             raise _Enough
-        if module in self.found or not _is_root(module, args, kwargs):
+        if module in self._known or not _is_root(module, args, kwargs):
             return
         try:
             self.vm.add(module)
@@ -166,7 +168,8 @@ class _Roots:
             raise
         except ValueError as error:
             raise TraceError(str(error)) from error
-        self.found.add(module)
+        self.found = True
+        self._known.add(module)
 
     def _count(self, stats: IterationStats) -> None:
         self._iterations += 1

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from belady.cli.exits import UNVERIFIED
 from belady.ir.files import load
 from belady.ir.run import Run
-from belady.ir.trace import Source, Tier
-from tests.cli.support import child
+from belady.ir.trace import Source, Tier, Trace
+from belady.virtual import VirtualMemory
+from tests.cli.support import belady, child
 
 TRAIN = """
 import sys, torch
@@ -47,6 +49,7 @@ for _ in range(7):
 sys.exit(len(sys.argv))
 """
 SMALL = 3 << 20
+SHORT_BUDGET = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +105,53 @@ def test_same_output_and_code_as_python(
     assert f"iteration {first} (verified)" in managed.stderr
     assert first + 1 == second < run.measured.recorded <= 7
     assert max(span.end_s for span in run.measured.spans) <= run.measured.recorded_seconds * 1.05
+
+
+# Nothing of the script refers to itself: its model is gone as soon as its names are.
+SHORT = """
+import torch
+from torch import nn
+
+layers = [it for _ in range(3) for it in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())]
+net = nn.Sequential(*layers)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(8):
+    net(torch.randn(512, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_what_was_learned_outlives_the_model(
+    script: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    report, options = tmp_path / "run.json", ("--engine", engine, "--verify")
+    ended = belady("run", "--budget", SHORT_BUDGET, *options, "--report", report, script(SHORT))
+    assert ended.exit_code == 0, ended.stderr
+    assert "nothing was managed" not in ended.stderr
+    run = load(Run, report)
+    assert not run.plan.moves_nothing
+    assert run.measured is not None
+    assert run.measured.recorded > 0
+    monkeypatch.setattr(VirtualMemory, "verified", property(lambda _: False))
+    over = belady("run", "--budget", SHORT_BUDGET, *options, script(SHORT))
+    assert over.exit_code == UNVERIFIED
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_a_trace_outlives_the_model(
+    script: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    output = tmp_path / "trace.json"
+    ended = belady("profile", "-o", output, "--engine", engine, script(SHORT))
+    assert ended.exit_code == 0, ended.stderr
+    assert len(load(Trace, output).saved) > 6

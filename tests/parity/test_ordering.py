@@ -118,6 +118,7 @@ def trained(
     with belady.virtualize(training.models, budget, policy=policy, exact=exact) as vm:
         training.run(plain, ITERATIONS)
         run, report = vm.run(), vm.report()
+    assert (vm.run(), vm.report()) == (run, report)
     assert run is not None
     assert run.measured is not None
     assert run.measured.peak(Tier.DEVICE) <= budget
