@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from belady.graph.capture import Captured, State
 from belady.graph.contents import Contents
+from belady.graph.counting import Counted
 from belady.graph.kinds import Kind
-from belady.graph.watching import Counted, Watched
+from belady.graph.watching import Watched
 from belady.ir.ops import Phase
 from belady.measure.monitor import Sample
 from belady.memory.carrier import Carrier

@@ -13,12 +13,13 @@ from belady.graph import autograd
 from belady.graph.admission import Admission
 from belady.graph.capture import Captured, State, Turn
 from belady.graph.contents import Contents
+from belady.graph.counting import Counted
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import MAY_BE_OFF, TWICE, Kind, Order, goes_back_once, settled
 from belady.graph.planning import Planning, backward_of, part_of
 from belady.graph.refusals import unmanaged
 from belady.graph.trace import draw
-from belady.graph.watching import Counted, Watched
+from belady.graph.watching import Watched
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.measure.monitor import Monitor, Sample

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,19 +16,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from belady.graph.doors import tensors_on
 from belady.graph.joint import Step
 from belady.graph.parts import Part, Timing, ops_of
-from belady.ir.hardware import Allocator
 from belady.ir.trace import StorageKind
 from belady.measure.clock import clock_for
 from belady.measure.recipes import reaches
 
 
 class Names:
-    """Numbers for storages: the same number is the same storage for as long as this lives."""
+    """Numbers for storages: the same number is the same storage for as long as this lives.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    gone
+        Called with the number of a storage when it dies, on whichever thread lets go of it.
+    """
+
+    def __init__(self, gone: Callable[[int], None] | None = None) -> None:
         # A weak reference keeps the address from being used again.
         self._known: dict[int, int] = {}
         self._references: list[StorageWeakRef] = []
+        self._gone = gone
+        self._deaths: list[weakref.ref[torch.UntypedStorage]] = []
 
     def of(self, item: Any) -> int | None:
         """The number of a tensor's storage; None for what is no tensor."""
@@ -38,6 +46,8 @@ class Names:
         if known is None:
             known = self._known[storage._cdata] = len(self._references)
             self._references.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+            if self._gone is not None:
+                self._deaths.append(_at_death(storage, partial(self._gone, known)))
         return known
 
     def lives(self, number: int) -> bool:
@@ -47,6 +57,12 @@ class Names:
     def holders(self, number: int) -> int:
         """How many tensors lie on a storage now."""
         return tensors_on(self._references[number]) if self.lives(number) else 0
+
+
+def _at_death(
+    storage: torch.UntypedStorage, call: Callable[[], None]
+) -> weakref.ref[torch.UntypedStorage]:
+    return weakref.ref(storage, lambda _: call())
 
 
 @dataclass(frozen=True)
@@ -255,40 +271,3 @@ class Watched:
         for name, tensor, version in self._inputs.pop(call, ()):
             if tensor._version != version:
                 part.overwritten.add(name)
-
-
-class Counted:
-    """Counts the bytes that live storages hold, op by op, where no allocator does.
-
-    Attributes
-    ----------
-    peak_bytes
-        Most bytes held at once, each storage rounded up.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module], allocator: Allocator) -> None:
-        self.peak_bytes = 0
-        self._allocator = allocator
-        self._names = Names()
-        self._sizes: dict[int, int] = {}
-        lasting = Lasting.of(modules, self._names, torch.device("cpu"))
-        self._sizes |= {name: allocator.held(n) for name, n in lasting.sizes.items()}
-
-    def start(self) -> None:
-        """An op follows."""
-
-    def seen(self, made: Iterable[Any]) -> None:
-        """Count tensors from now on, for as long as they live."""
-        for item in made:
-            name = self._names.of(item)
-            if name is not None and item.device.type == "cpu":
-                self._sizes[name] = self._allocator.held(item.untyped_storage().nbytes())
-
-    def stop(self, made: tuple[Any, ...]) -> None:
-        """An op was issued: count what is held now."""
-        self.seen(made)
-        self._sizes = {name: n for name, n in self._sizes.items() if self._names.lives(name)}
-        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
-
-    def attempt(self, run: Callable[[], Any], wanted: Any) -> None:
-        """Nothing is tried, since it would count."""
