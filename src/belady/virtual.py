@@ -209,7 +209,8 @@ class VirtualMemory:
         if run is not None:
             return describe(run)
         left_out: list[str] = getattr(self._tracker, "unmanaged", list)()
-        return "\n".join(["belady: no iteration has been planned yet", *left_out, ""])
+        said = (*self._notes, *left_out)
+        return "\n".join(["belady: no iteration has been planned yet", *said, ""])
 
     @property
     def verified(self) -> bool | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -22,8 +21,6 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.output_graph import GraphCompileReason
-from torch._dynamo.utils import counters, graph_break_reasons
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.errors import TraceError
@@ -32,7 +29,6 @@ __all__ = [
     "Compilers",
     "NotCaptured",
     "as_boxed",
-    "breaks",
     "calls_own_functions",
     "compile_forward",
     "compile_joint",
@@ -152,32 +148,6 @@ def _of_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
     own.__kwdefaults__ = function.__kwdefaults__
     weakref.finalize(own, remove_from_cache, code).atexit = False
     return own
-
-
-@contextmanager
-def breaks(note: Callable[[list[str]], None]) -> Iterator[None]:
-    """Tell ``note`` why calls in the block were not captured as a whole, where they were not.
-
-    Dynamo counts its reasons for the whole process, but only where it captures anew.
-    """
-    before, located = _counted(), len(graph_break_reasons)
-    try:
-        yield
-    finally:
-        more = _counted() - before
-        if more:
-            found = [_said(it) for it in graph_break_reasons[located:] if it.graph_break]
-            # A frame that Dynamo gave up as a whole has no place.
-            note(found or [reason.partition("\n")[0] for reason in more])
-
-
-def _counted() -> Counter[str]:
-    return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
-
-
-def _said(reason: GraphCompileReason) -> str:
-    what, frames = reason.reason.partition("\n")[0], reason.user_stack
-    return f"{what}, at {frames[-1].filename}:{frames[-1].lineno}" if frames else what
 
 
 @contextmanager

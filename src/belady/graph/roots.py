@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from belady.forwards import Forward, is_patched, plain_forward, run_plain
 from belady.graph import doors
+from belady.graph.breaks import breaks, why_not
 from belady.graph.capture import backend_of
 from belady.graph.refusals import unmanaged
 from belady.graph.session import Session
@@ -222,7 +223,7 @@ class _Compiled(Forward):
     def _in_parts(self, roots: Roots, args: Any, kwargs: Any) -> Any:
         self._parted = True
         run = roots.compiled(self.alive())
-        with doors.breaks(roots.left_out):
+        with breaks(roots.left_out):
             return run(self.alive(), *args, **kwargs)
 
     def _as_a_whole(self, roots: Roots, args: Any, kwargs: Any) -> Any:
@@ -233,7 +234,7 @@ class _Compiled(Forward):
             result = run(module, *args, **kwargs)
         except doors.NotCaptured as error:
             if not self._whole and roots.instead is not None:
-                return roots.instead(str(error).strip().partition("\n")[0], module, args, kwargs)
+                return roots.instead(why_not(error), module, args, kwargs)
         else:
             self._whole = True
             return result
