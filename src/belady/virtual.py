@@ -22,6 +22,7 @@ from belady.measure.stages import Policy
 from belady.measure.starving import out_of_memory
 from belady.measure.stats import IterationStats, Listeners
 from belady.memory.carrier import Carrier
+from belady.owners import taken
 from belady.planners.ocdnn import MANAGING
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def virtualize(
         If a budget cannot be read.
     ValueError
         If the policy or the engine is unknown, or the two do not go together, or a module cannot be
-        captured.
+        captured or is managed by another `VirtualMemory`.
     TypeError
         If ``models`` holds anything but modules.
 
@@ -134,16 +135,17 @@ class VirtualMemory:
         TypeError
             If it is no module.
         ValueError
-            If the engine cannot capture it.
+            If the engine cannot capture it, or another `VirtualMemory` manages it.
         """
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"models must be torch.nn.Module, not {type(module).__name__}")
-        try:
-            self._tracker.add(module)
-        except ValueError as error:
-            if self._limits.engine != "auto":
-                raise
-            self._go_eager(str(error)).add(module)
+        with taken(module, self._finalizer):
+            try:
+                self._tracker.add(module)
+            except ValueError as error:
+                if self._limits.engine != "auto":
+                    raise
+                self._go_eager(str(error)).add(module)
 
     def iteration(self) -> AbstractContextManager[None]:
         """Make a block one iteration, and manage what a loss saves outside the roots too.
@@ -209,8 +211,7 @@ class VirtualMemory:
         if run is not None:
             return describe(run)
         left_out: list[str] = getattr(self._tracker, "unmanaged", list)()
-        said = (*self._notes, *left_out)
-        return "\n".join(["belady: no iteration has been planned yet", *said, ""])
+        return "\n".join(["belady: no iteration has been planned yet", *self._notes, *left_out, ""])
 
     @property
     def verified(self) -> bool | None:

@@ -24,7 +24,7 @@ LAYERS = [
     "explain",
     "memory",
     "measure",
-    "forwards",
+    "forwards owners",
     "sections ordered",
     "eager graph",
     "virtual",

@@ -66,6 +66,8 @@ class Roots:
         self.under_way = False
         self._prepare = prepare
         self._places: list[_Compiled] = []
+        # Also where nobody closes this.
+        weakref.finalize(self, _give_back, self._places).atexit = False
         # By function, whether whole, and sections: modules of one class share their graphs.
         self._forwards: dict[tuple[Any, bool, Unrolling | None], Callable[..., Any]] = {}
 
@@ -111,8 +113,7 @@ class Roots:
 
     def close(self) -> None:
         """Give every forward back. Idempotent."""
-        for place in self._places:
-            place.detach()
+        _give_back(self._places)
         if self.conductor is not None:
             self.conductor.close()
 
@@ -239,6 +240,11 @@ class _Compiled(Forward):
             self._whole = True
             return result
         return self._in_parts(roots, args, kwargs)
+
+
+def _give_back(places: list[_Compiled]) -> None:
+    while places:
+        places.pop().detach()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
