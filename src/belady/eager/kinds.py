@@ -26,6 +26,20 @@ from belady.simulate.blocks import in_blocks
 # Before there is a plan, gradients that need more than this part of the budget stay among the rest:
 # memory set apart is idle in forward.
 _GRADIENTS_SHARE = 1 / 8
+_NO_REPLAYS = (
+    "nothing is recomputed or encoded, which policy={!r} would where it gains, since {}: "
+    "engine='graph' can; or {}"
+)
+_AMONG_OTHERS = (
+    "torch.distributed is in use, and other processes would go on with gradients that one finds "
+    "wrong",
+    "do without torch.distributed",
+)
+_COMPILED = (
+    "torch.compile was used in this process (engine='auto' uses it too), and the calls inside of "
+    "compiled code cannot be compared",
+    "do without torch.compile and with engine='eager' from the start of the process",
+)
 
 
 @dataclass
@@ -133,9 +147,8 @@ class Planning:
         Nor where the policy does not: trials take memory, and a library that finds too little of
         it takes another algorithm from then on.
         """
-        among_others = torch.distributed.is_available() and torch.distributed.is_initialized()
         wanted = self._replays and POLICIES[self.policy.name].recomputes
-        return wanted and not among_others and not compiled_anything()
+        return wanted and _in_the_way() is None
 
     def check_replays(self, kind: Kind) -> None:
         """Observe a kind again that may not go on with what its plan recomputes."""
@@ -182,6 +195,7 @@ class Planning:
         kind.settle()
         kind.engine = None
         if not plan.moves_nothing:
+            self._say_what_is_off()
             digests = Digests(at_once=self.policy.exact or carrier.device.type == "cpu")
             known = self._persistent, kind.recipes, self._fallback
             kind.engine = Planned(trace, plan, carrier, *known, digests)
@@ -189,3 +203,18 @@ class Planning:
             on_gpu = carrier.device.type == "cuda"
             kind.apart = on_gpu and in_blocks(trace, plan, trial.hardware.allocator).gradients_apart
         kind.begin(trial, trace, carrier)
+
+    def _say_what_is_off(self) -> None:
+        why = _in_the_way()
+        if why is None or not POLICIES[self.policy.name].recomputes:
+            return
+        note = _NO_REPLAYS.format(self.policy.name, *why)
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+def _in_the_way() -> tuple[str, str] | None:
+    """What forbids replays in this process, and what can be done; None if nothing does."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return _AMONG_OTHERS
+    return _COMPILED if compiled_anything() else None
