@@ -32,8 +32,9 @@ def drawn_of(
     numbers = Names()
     names = [numbers.of(arg) for arg in args]
     tangents: list[int | None] = [-1 - place for place in range(len(graph.joint.tangents))]
-    kinds = Lasting.of(models, numbers, device).kinds
-    forward = Part(0, "graph", graph.joint, graph.layout, True, names, kinds)
+    lasting = Lasting.of(models, numbers, device)
+    kinds, modules = lasting.kinds, lasting.paths.of(graph, graph.joint, args)
+    forward = Part(0, "graph", graph.joint, graph.layout, True, names, kinds, modules=modules)
     backward = Part(0, "graph", graph.joint, graph.layout, False, tangents, {})
     return draw([forward, backward], device)
 

@@ -19,6 +19,7 @@ from belady.graph.host import Host, Watch
 from belady.graph.joins import join_as_they_come
 from belady.graph.joint import Joint, share_casts, whole_graph
 from belady.graph.layout import Layout
+from belady.graph.naming import Named
 from belady.graph.program import Program, program_of
 from belady.graph.refusals import refuse_other_bits, refuse_second_order, refuse_sums
 from belady.measure.starving import telling
@@ -81,13 +82,12 @@ class Captured:
     ----------
     joint, layout
         Of a graph that is differentiated and that this engine can carry out.
-    name
-        What reports call it: the root of which it is a part.
+    name, named
+        What reports call it: the root of which it is a part; and its modules, since its first call.
     summed
         Numbers of the gradients that it sums itself.
     reached
-        For each gradient that it gives, the numbers of those of its results that lead to it; empty
-        where that is not known.
+        For each gradient, the numbers of the results that lead to it; empty where not known.
 
     Parameters
     ----------
@@ -107,6 +107,7 @@ class Captured:
         self._sums = sums
         self._opaque = opaque
         self.name = ""
+        self.named: Named | None = None
         self.joint: Joint | None = None
         self.layout = Layout()
         self.summed: tuple[int, ...] = ()

@@ -71,17 +71,6 @@ def is_repeatable(step: Step) -> bool:
     )
 
 
-def module_of(step: Step) -> str:
-    """Path of the innermost module whose forward traced the step; empty in backward."""
-    stack = step.node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
-    path = re.sub(r"\[(\d+)\]", r".\1", path)
-    return re.sub(r"^L\['self'\]\.?", "", path)
-
-
 def sequence_of(step: Step) -> int:
     """Number that a step of forward shares with those that differentiate it; -1 without one."""
     return int(step.node.meta.get("seq_nr", -1))

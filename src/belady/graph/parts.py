@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 from belady.ir.trace import StorageKind, Trace
@@ -41,6 +43,8 @@ class Part:
         number of the op in the part.
     outside_bytes
         Most bytes that others held in addition after this part, before the next one began.
+    modules
+        Path of the module that runs a step of forward, by its node.
     outside_seconds
         Time between the end of this part and the start of the next.
     """
@@ -56,8 +60,13 @@ class Part:
     timings: list[Timing] = field(default_factory=list)
     overwritten: set[int] = field(default_factory=set)
     shortcuts: dict[int, float] = field(default_factory=dict)
+    modules: Mapping[fx.Node, str] = field(default_factory=dict)
     outside_bytes: int = 0
     outside_seconds: float = 0.0
+
+    def module_of(self, step: Step) -> str:
+        """Path of the module that runs a step of forward; empty where it is not known."""
+        return self.modules.get(step.node, "")
 
 
 @dataclass(frozen=True)

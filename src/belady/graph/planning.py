@@ -225,7 +225,9 @@ def part_of(
     if graph.joint is None:
         raise RuntimeError("a graph that was not cut cannot be called")
     inputs = [names.of(arg) for arg in args]
-    return Part(call, graph.name, graph.joint, graph.layout, True, inputs, lasting.kinds)
+    found = Part(call, graph.name, graph.joint, graph.layout, True, inputs, lasting.kinds)
+    found.modules = lasting.paths.of(graph, graph.joint, args)
+    return found
 
 
 def backward_of(

@@ -199,7 +199,7 @@ class _Drawing:
         forward_op = None if part.forward else call.by_sequence.get(facts.sequence_of(step))
         return Op(
             name=facts.name_of(step),
-            module=facts.module_of(step) if forward_op is None else self._ops[forward_op].module,
+            module=part.module_of(step) if forward_op is None else self._ops[forward_op].module,
             phase=Phase.FORWARD if part.forward else Phase.BACKWARD,
             pass_index=part.call,
             mode=Mode.COMPILED,

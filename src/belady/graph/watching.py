@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.graph.doors import tensors_on
 from belady.graph.joint import Step
+from belady.graph.naming import Paths
 from belady.graph.parts import Part, Timing, ops_of
 from belady.ir.trace import StorageKind
 from belady.measure.clock import clock_for
@@ -67,16 +68,22 @@ def _at_death(
 
 @dataclass(frozen=True)
 class Lasting:
-    """Storages of the models that outlive iterations: what they are and their bytes, by number."""
+    """Storages of the models that outlive iterations: what they are and their bytes, by number.
+
+    Attributes
+    ----------
+    paths
+        What modules and tensors are called.
+    """
 
     kinds: dict[int, StorageKind]
     sizes: dict[int, int]
+    paths: Paths
 
     @classmethod
     def of(cls, modules: Iterable[torch.nn.Module], names: Names, device: torch.device) -> Lasting:
         """Look at parameters, buffers and gradients."""
-        kinds: dict[int, StorageKind] = {}
-        sizes: dict[int, int] = {}
+        modules, kinds, sizes = list(modules), dict[int, StorageKind](), dict[int, int]()
         for module in modules:
             parameters, buffers = list(module.parameters()), list(module.buffers())
             gradients = [it.grad for it in parameters if it.grad is not None]
@@ -90,7 +97,7 @@ class Lasting:
                     if name is not None and tensor.device == device:
                         kinds.setdefault(name, kind)
                         sizes[name] = tensor.untyped_storage().nbytes()
-        return cls(kinds, sizes)
+        return cls(kinds, sizes, Paths(modules))
 
 
 @dataclass
