@@ -10,6 +10,7 @@ import torch
 from belady.errors import GraphError, TraceError
 from belady.graph.bits import summed
 from belady.graph.joint import Joint
+from belady.ir.run import UNMANAGED
 
 _aten = torch.ops.aten
 # Plain PyTorch looks at the numbers and takes a shorter way where none is zero.
@@ -62,7 +63,7 @@ def refuse_sums(joint: Joint) -> None:
 
 def unmanaged(reasons: Iterable[str]) -> list[str]:
     """One sentence for each reason why a part of a model runs as plain PyTorch."""
-    return [f"not captured, and so not managed: {reason}" for reason in reasons]
+    return [f"{UNMANAGED}: {reason}" for reason in reasons]
 
 
 def refuse_second_order() -> None:

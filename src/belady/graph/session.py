@@ -133,8 +133,7 @@ class Session:
             contents = Contents(self._carrier, floor.plan.decisions)
             return Turn(floor.programs[0], contents, watched, (iteration, call))
         assert force is not None
-        counted = iteration.counted
-        if counted is not None and kind.counting is not None:
+        if (counted := iteration.counted) is not None and kind.counting is not None:
             counted.seen(args)
             force = kind.counting
         return Turn(force.programs[call], iteration.contents, counted, (iteration, call))

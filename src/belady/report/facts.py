@@ -61,7 +61,8 @@ def answer(run: Run) -> str:
         peak = f"a measured peak of {format_bytes(measured.peak(Tier.DEVICE))}"
         if measured.reserved_bytes:
             peak += f" ({format_bytes(measured.reserved_bytes)} reserved)"
-    return f"It {verb}: {peak}, a budget of {format_bytes(plan.budget.device_bytes)}."
+    what = "It" if run.counts_all else "What was captured (the rest is not counted)"
+    return f"{what} {verb}: {peak}, a budget of {format_bytes(plan.budget.device_bytes)}."
 
 
 def subject(run: Run) -> str:

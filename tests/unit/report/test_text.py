@@ -117,6 +117,14 @@ def test_counts_add_up_to_all_saved_values() -> None:
     assert sum(int(line.partition(": ")[2].split()[0]) for line in lines) == len(run.trace.saved)
 
 
+def test_on_a_cpu_what_was_not_captured_is_not_counted() -> None:
+    run = replace(run_of(), notes=("not captured, and so not managed: a print, at train.py:3",))
+    assert run.trace.device == "cuda"
+    assert describe(run).startswith("It ")
+    on_cpu = replace(run, trace=replace(run.trace, device="cpu"))
+    assert describe(on_cpu).startswith("What was captured (the rest is not counted) ")
+
+
 def test_nothing_moves_when_everything_fits() -> None:
     text = describe(run_of("auto", 1024 * MIB))
     assert "Nothing moves." in text
