@@ -52,7 +52,7 @@ def test_options_reach_the_memory(memory: type[FakeMemory], script: Script) -> N
     [
         (("--engine", "eagre"), "'eagre' is not one of eager, graph"),
         (("--engine", "inductor", "--exact"), "can change bits"),
-        (("--engine", "graph", "--policy", "layrub_intra"), "another order"),
+        (("--engine", "graph", "--policy", "ocdnn_opt"), "managed memory"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_before_the_script_runs(

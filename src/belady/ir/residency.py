@@ -132,13 +132,14 @@ def managed_room(trace: Trace, plan: Plan, allocator: Allocator) -> int:
     Of the blocks that go out and are waited for at one boundary there is one at a time.
     """
     length = len(trace.ops) + 1
-    taken, left, back, ended, passing = ([0] * (length + 1) for _ in range(5))
+    early, taken, left, back, ended, passing = ([0] * (length + 1) for _ in range(6))
     for index, decision in plan.decisions.items():
         if not isinstance(decision, Managed):
             continue
         value = trace.values[index]
         nbytes = allocator.held(trace.storages[value.storage].nbytes)
         beyond = reload_end(trace, value) - value.dropped
+        _, _, due = offload_boundaries(trace, decision.moves)
         for stay in _stays(trace, value, decision.moves):
             if stay.out >= stay.end:
                 continue
@@ -148,12 +149,13 @@ def managed_room(trace: Trace, plan: Plan, allocator: Allocator) -> int:
                 taken[stay.out] += nbytes
                 left[stay.free] += nbytes
             if stay.back is not None:
-                back[stay.back] += nbytes
+                # What was due before the engine got control comes first.
+                (early if due < stay.back else back)[stay.back] += nbytes
                 ended[stay.end + beyond] += nbytes
     most = held = 0
     # In the order in which it happens at a boundary.
     for at in range(length):
-        held += taken[at] - ended[at]
+        held += early[at] + taken[at] - ended[at]
         most = max(most, held + passing[at])
         held += back[at] - left[at]
         most = max(most, held)

@@ -25,7 +25,8 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
             # What a replay takes on top is gone before the op at its boundary is issued.
             at = min(decision.at, len(held) - 1)
             held[at] = max(held[at], _replay_bytes(trace, value, decision, allocator))
-        elif isinstance(decision, Encode):
+        elif isinstance(decision, Encode) and trace.device != "cpu":
+            # On a CPU what the engine itself takes for a moment is no part of the budget.
             nbytes = trace.storages[trace.values[value].storage].nbytes
             taken = allocator.held(passes(decision, nbytes).scratch)
             for at in {min(decision.encode_at, len(held) - 1), decision.decode_at}:

@@ -9,7 +9,9 @@ import pytest
 
 from belady.ir.codecs import PIECE, Encoding, Passes, passes
 from belady.ir.encoding import encoding_of
-from belady.ir.plan import Encode
+from belady.ir.hardware import Allocator
+from belady.ir.plan import Assignment, Budget, Encode, Plan
+from belady.ir.scratch import scratch
 from belady.ir.trace import (
     Mode,
     Need,
@@ -240,3 +242,13 @@ def test_what_an_encoding_costs() -> None:
     assert passes(Encode("sign", 125, 0, 1), 2000) == Passes(2000 + 4000 + 125, 3125, 1000)
     big = Encode("bits", PIECE, 0, 1)
     assert passes(big, 8 * PIECE).scratch == PIECE
+
+
+@pytest.mark.parametrize(("device", "most"), [("cuda", ELEMENTS), ("cpu", 0)])
+def test_what_it_takes_meanwhile_counts_on_a_gpu(device: str, most: int) -> None:
+    trace = replace(net(), device=device)
+    plan = Plan(
+        *(trace.fingerprint, "by hand/1", Budget(1 << 40)),
+        (Assignment(RELU, Encode("sign", ELEMENTS // 8, 2, 3)),),
+    )
+    assert scratch(trace, plan, Allocator(1, 0.0, 0)) == [0, 0, most, most, 0, 0]

@@ -149,7 +149,7 @@ def test_the_bound_knows_what_no_link_carries() -> None:
     assert max(kept.curve) == 8
     best = bound(it, alone, Budget(7))
     assert (best.status, best.needed_bytes) == ("infeasible", 8)
-    assert best.decisions == ("Keep", "Offload", "Recompute")
+    assert best.decisions == ("Keep", "Offload", "Recompute", "Encode")
     larger = replace(it, ops=(*it.ops[:3], replace(it.ops[3], workspace_bytes=5), *it.ops[4:]))
     assert bound(larger, alone, Budget(8)).seconds == pytest.approx(7 + 2, rel=1e-4)
 
