@@ -57,7 +57,7 @@ class Planned:
         What taking values over, copying them and bringing them back has cost the host in the
         iteration under way; ``replay_seconds`` of them for what stays or is made again.
     on_bring
-        Called with a content whose bytes have just been asked back (for measuring).
+        Called with a content whose bytes have just been asked back or encoded (for measuring).
     on_anchor
         Called with the boundary at which the engine gets control (for measuring).
     calls
@@ -84,10 +84,9 @@ class Planned:
         if plan.trace != trace.fingerprint:
             raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
         self._carrier, self._device = carrier, carrier.device
-        self._persistent = persistent
         self._actions = actions(trace, plan)
         self._chains = chains(trace, plan, recipes)
-        self._fallback = fallback
+        self._persistent, self._fallback = persistent, fallback
         self.digests = digests or Digests()
         trusting = any(isinstance(it, _TRUSTING) for it in plan.decisions.values())
         self.calls = recipes.follower() if trusting else None
@@ -99,7 +98,7 @@ class Planned:
         }
         self.defaults: Counter[str] = Counter()
         self._iteration = 0
-        self.on_bring: Callable[[Moved], None] | None = None
+        self.on_bring: Callable[[Moved | Packed], None] | None = None
         self.on_anchor: Callable[[int], None] | None = None
         self.start_iteration()
 
@@ -238,6 +237,8 @@ class Planned:
             packed = Packed.of(tensor, entry.decision.codec)
             if packed is None:
                 self._default("its bytes are not whole elements")
+            elif self.on_bring is not None:
+                self.on_bring(packed)
             return packed
         moved: Moved
         if isinstance(entry.decision, Managed):

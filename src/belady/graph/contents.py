@@ -115,6 +115,8 @@ class Contents:
         if content is not None:
             assert isinstance(decision, Encode)
             content.encode(decision.codec)
+            if self._landing is not None and isinstance(content.bytes, Packed):
+                self._landing((content.bytes.encoded.data,))
 
     def bring(self, value: int) -> None:
         """Have a value on its way back, or decoded."""

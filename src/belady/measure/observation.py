@@ -22,7 +22,7 @@ from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
 from belady.measure.sums import in_place
 from belady.measure.trials import Trials
-from belady.memory.contents import Moved
+from belady.memory.contents import Moved, Packed
 
 
 class Observation:
@@ -90,9 +90,11 @@ class Observation:
         self._end_call()
         self.recorder.phase = Phase.LOSS
 
-    def brought(self, content: Moved) -> None:
-        """The bytes of a content were asked back."""
-        if content.arrival is not None:
+    def brought(self, content: Moved | Packed) -> None:
+        """The bytes of a content were asked back, or are held in fewer."""
+        if isinstance(content, Packed):
+            self.recorder.made(content.encoded.data)
+        elif content.arrival is not None:
             self.recorder.brought(content, content.arrival.tensor)
 
     def stop(self) -> None:

@@ -147,6 +147,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if save is not None:
             self.reloaded(save, tensor)
 
+    def made(self, tensor: torch.Tensor) -> None:
+        """The engine has made a tensor for itself, and holds it from the next op on."""
+        self._born(tensor, StorageKind.OTHER, producer=len(self.ops))
+
     def adopt(self, tensor: torch.Tensor, kind: StorageKind) -> None:
         """Make a tensor known that exists before the iteration, or say what it is for."""
         if not self._visible(tensor):
