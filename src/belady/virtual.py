@@ -170,8 +170,8 @@ class VirtualMemory:
         Parameters
         ----------
         closure
-            Calls the models and ``backward``. It has no other effect than gradients, buffers and
-            random numbers, and does not step an optimizer.
+            Calls the models and ``backward``. It has no other effect than their gradients and
+            buffers and random numbers (nothing else is put back), and does not step an optimizer.
 
         Raises
         ------

@@ -205,3 +205,49 @@ def test_the_peak_is_the_predicted_one(planned: list[Plan]) -> None:
     assert run is not None
     assert run.measured is not None
     assert run.measured.peak(Tier.DEVICE) == run.predicted.peak(Tier.DEVICE)
+
+
+class Branched(nn.Module):
+    """A branch that is always computed, and in the loss from some iteration on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(8 if i else 3, 8, 3, padding=1) for i in (0, 1))
+        self.weight, self.last = nn.Parameter(torch.randn(8, 1, 1)), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        beside = torch.zeros(())
+        for convolution in self.convolutions:
+            found = F.relu(convolution(x))
+            beside = beside + (found * self.weight).sum()
+            x = F.max_pool2d(found, 3, 1, 1)
+        return self.last(x.mean((2, 3))), beside
+
+
+def of_both(given: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(given[0], target)
+
+
+BRANCHED = Task("branched", lambda: [Branched()], images, of_both)
+
+
+def with_the_branch_later(training: Training, index: int) -> list[Tensor]:
+    x, y = training.batch(index)
+    found, beside = training.model(x)
+    loss = F.cross_entropy(found, y)
+    if index >= BEFORE:
+        loss = loss + 1e-3 * beside
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+def test_a_branch_that_the_loss_takes_in_later_finds_the_values(planned: list[Plan]) -> None:
+    expected = Training(BRANCHED).run(with_the_branch_later, range(BEFORE + 4)).outcome()
+    training = Training(BRANCHED)
+    with belady.virtualize(training.models, ROOM):
+        training.run(with_the_branch_later, range(BEFORE + 4))
+    assert differences(expected, training.outcome()) == []
+    # What the branch has saved is read in full one day; indices of poolings never change.
+    assert codecs_of(planned[0]) == {"uint8"}

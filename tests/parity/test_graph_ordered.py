@@ -115,6 +115,25 @@ def test_however_people_train(task: Task, step: Step) -> None:
     assert wrong == []
 
 
+class Thresholds(nn.Module):
+    """The backward of a threshold at 0 is a ReLU's, of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.one, self.other = nn.Threshold(0, 0.5), nn.Threshold(0, -1.0)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.other(self.last(self.one(self.first(x)))).mean((2, 3)))
+
+
+def test_a_threshold_is_no_relu() -> None:
+    task = Task("thresholds", lambda: [Thresholds()], images)
+    wrong, _ = damage(task, plain, ["direct"] * 2)
+    assert wrong == []
+
+
 def test_a_mistake_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of something else are another gradient."""
     real = rewriting._passed

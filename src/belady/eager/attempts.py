@@ -21,7 +21,7 @@ RETRIES = 3
 _SMALL = 1 << 20
 _TRAINED = (
     "The closure of vm.step was not run again, as it had changed a parameter: call the optimizer's "
-    "step after vm.step, not inside of it"
+    "step after vm.step, not inside of it (an nn.Embedding with max_norm writes to one too)"
 )
 _TRIED = (
     f"The closure of vm.step was run {RETRIES + 1} times, the last with the most room that belady "
@@ -59,6 +59,8 @@ class _Kept(NamedTuple):
 
     def put_back(self) -> torch.Tensor:
         """The tensor as it was: the same object."""
+        if self.tensor.layout is torch.strided and 0 in self.tensor.stride():
+            return self.tensor  # expanded: no op writes to it in place
         if self.tensor.layout is torch.strided:
             self.tensor.detach().copy_(self.copy)
         else:
@@ -107,9 +109,10 @@ class Before:
         for parameter, kept in self._gradients:
             parameter.grad = None if kept is None else kept.put_back()
         for buffers, found in self._buffers:
+            back = {n: b if b is None else b.put_back() for n, b in found.items()}
             # In one go: what was registered since is gone.
             buffers.clear()
-            buffers.update({n: b if b is None else b.put_back() for n, b in found.items()})
+            buffers.update(back)
         random.setstate(self._random)
         np.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._torch)

@@ -150,8 +150,12 @@ def _with_signs(joint: Joint, layout: Layout, steps: Sequence[Step]) -> Iterator
 
 
 def _saved_alone(joint: Joint, layout: Layout) -> set[int]:
-    """Storages that forward makes and backward alone goes on to hold."""
-    made = {layout.storage_of.get(node, -1) for step in joint.forward for node in step.made}
+    """Storages that a ReLU makes in forward and backward alone goes on to hold.
+
+    A threshold of 0 has the same backward, but saves its input, which can be negative.
+    """
+    relus = (step for step in joint.forward if step.node.target is _aten.relu.default)
+    made = {layout.storage_of.get(node, -1) for step in relus for node in step.made}
     outside = (*joint.primals, *joint.forward_outputs)
     return made - {layout.storage_of.get(it, -1) for it in outside if isinstance(it, fx.Node)}
 

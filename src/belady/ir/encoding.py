@@ -17,6 +17,15 @@ from belady.ir.trace import Need, Phase, Save, Source, Trace
 
 _FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _RELUS = frozenset({"aten.relu.default", "aten.relu_.default"})
+# Ops whose nodes ask no more than that of what they save.
+_SAVING = _RELUS | {
+    f"aten.{name}.default"
+    for name in (
+        *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+        *("adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool2d", "avg_pool3d"),
+        *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+    )
+}
 # Poolings whose second result says where, and how many dimensions of the input it counts through.
 _POOLINGS = {
     "aten.max_pool2d_with_indices.default": 2,
@@ -73,7 +82,9 @@ def _asked_for_signs(trace: Trace, index: int) -> bool:
     """Whether all that backward does with the result of a ReLU is to ask for signs or its shape.
 
     An op in backward that reads it must stand at each boundary at which autograd takes it back:
-    what reads it behind the dispatcher's back is then no other node than those.
+    what reads it behind the dispatcher's back is then no other node than those. And only such nodes
+    may have saved it: one in a branch that the loss leaves out today may be in it tomorrow, and
+    forward would not show that.
     """
     value = trace.values[index]
     if trace.ops[value.producer].name not in _RELUS or not _saved_by_producer(trace, index):
@@ -82,8 +93,11 @@ def _asked_for_signs(trace: Trace, index: int) -> bool:
     # Handed on as a gradient it would live longer, as other numbers.
     until = max([trace.last_drops[value.storage], *(use.op + 1 for use in later)])
     reads = {read for save in value.saves for read in save.reads}
+    # What a graph reads is in its code.
+    fixed = trace.source is Source.GRAPH
     return (
-        all(use.need is not Need.VALUES for use in later)
+        all(fixed or (save.reads and trace.ops[save.op].name in _SAVING) for save in value.saves)
+        and all(use.need is not Need.VALUES for use in later)
         and reads <= {use.op for use in later}
         and trace.storages[value.storage].death <= until
     )

@@ -163,6 +163,14 @@ def test_each_time_it_is_taken_back_an_op_must_read_it() -> None:
     assert encoding_of(with_value(trace, RELU, saves=saves), RELU) is None
 
 
+@pytest.mark.parametrize("changes", [{"reads": ()}, {"op": 0}])
+def test_who_else_saves_it_may_read_it_one_day(changes: dict[str, Any]) -> None:
+    trace = net()
+    other = replace(trace.values[RELU].saves[1], ordinal=9, **changes)
+    saves = (*trace.values[RELU].saves, other)
+    assert encoding_of(with_value(trace, RELU, saves=saves), RELU) is None
+
+
 def test_it_is_no_gradient_of_somebody() -> None:
     assert encoding_of(with_storage(net(), RELU, death=6), RELU) is None
 
