@@ -54,8 +54,7 @@ class Picture(nn.Module):
             positive.mul_(2)
         x = x.masked_fill(x > 1 if self.where else x < -1, 0.5)
         x = F.avg_pool2d(F.relu(self.third(x), inplace=True), 2)
-        x, _ = F.adaptive_max_pool2d(x, 4, return_indices=True)
-        return self.last(x.flatten(1))
+        return self.last(F.max_pool2d(x, 3, 1, 1).flatten(1))
 
 
 def images(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

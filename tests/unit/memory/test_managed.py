@@ -269,9 +269,8 @@ def lies(pointer: int, nbytes: int) -> int:
     return found.value
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("faults", [False, True])
-def test_a_block_really_leaves_the_device(faults: bool) -> None:
+def taken_by_a_block_that_comes_back(faults: bool) -> int:
+    """Bytes of the device's free memory that a block of 64 MiB takes as it comes back."""
     carrier = Carrier("cuda")
     nbytes = 64 * MIB
     source = random_bytes(nbytes, "cuda")
@@ -293,13 +292,22 @@ def test_a_block_really_leaves_the_device(faults: bool) -> None:
     torch.cuda.synchronize()
     if not faults:
         assert lies(pointer, nbytes) == _DEVICE
-    assert torch.cuda.mem_get_info()[0] <= free - nbytes // 2
+    taken = free - torch.cuda.mem_get_info()[0]
     # Pages of a block that comes back stay with the driver, which counts them as used.
     del here, content, parcel
     carrier.sweep()
     claim.close()
     carrier.close()
     assert carrier.paging.block_bytes == 0
+    return taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("faults", [False, True])
+def test_a_block_really_leaves_the_device(faults: bool) -> None:
+    # Other processes on the device move its free memory too, so the median of a few counts.
+    taken = sorted(taken_by_a_block_that_comes_back(faults) for _ in range(5))
+    assert taken[2] >= 32 * MIB
 
 
 @pytest.mark.gpu
