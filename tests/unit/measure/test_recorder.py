@@ -165,9 +165,8 @@ def test_the_backward_of_a_pooling_reads_nothing_of_its_input(
     y = pool(x)
     gradient = torch.randn_like(y)
     (expected,) = torch.autograd.grad(y, x, gradient, retain_graph=True)
-    it = recorder()
-    # Of a GPU autograd has a thread, which a mode does not see.
-    with torch.autograd.set_multithreading_enabled(False), it:
+    it = Recorder(torch.device(device), NoClock())
+    with it:
         torch.autograd.grad(y, x, gradient, retain_graph=True)
     needs = {use.need for value in it.values for use in value.uses}
     assert Need.SHAPE in needs
