@@ -17,7 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.eager.digests import Digests, digest
 from belady.errors import PlanMismatchError, ReplayError
+from belady.ir.hardware import Allocator
 from belady.ir.plan import Plan, Recompute
+from belady.ir.scratch import replay_steps
 from belady.ir.trace import Trace
 from belady.measure.calls import Call, Follower
 from belady.measure.recipes import Operand, Recipe
@@ -64,7 +66,7 @@ class Recipes:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The recipes of one replay, in order, and what they need.
+    """The recipes of one replay, in order, what they need, and what is spent after each.
 
     Attributes
     ----------
@@ -80,6 +82,7 @@ class Chain:
     nbytes: int
     once: bool
     recipes: tuple[Recipe, ...]
+    spent: tuple[tuple[int, ...], ...]
     saved: tuple[int, ...]
     owned: Mapping[int, weakref.ref[torch.Tensor]]
 
@@ -119,7 +122,21 @@ def _chain(trace: Trace, value: int, decision: Recompute, recipes: Recipes) -> C
         made.update(step.outputs)
     nbytes = trace.storages[trace.values[value].storage].nbytes
     once = len(trace.values[value].saves) == 1
-    return Chain(value, nbytes, once, steps, tuple(dict.fromkeys(saved)), owned)
+    spent = _spent(trace, value, decision)
+    return Chain(value, nbytes, once, steps, spent, tuple(dict.fromkeys(saved)), owned)
+
+
+def _spent(trace: Trace, value: int, decision: Recompute) -> tuple[tuple[int, ...], ...]:
+    """What a replay makes and, after each of its ops, does not need any more."""
+    found = []
+    made: set[int] = set()
+    steps = replay_steps(trace, value, decision, Allocator(1, 0.0, 0))
+    for op, step in zip(decision.ops, steps, strict=True):
+        made.update(trace.ops[op].replay.writes)
+        freed = {storage for storage, _ in step.freed}
+        found.append(tuple(v for v in made if trace.values[v].storage in freed))
+        made.difference_update(found[-1])
+    return tuple(found)
 
 
 class Recomputed:
@@ -214,8 +231,10 @@ class Recomputed:
             geometry = operand.geometry
             return tensor if geometry.is_of(tensor) else geometry.beside(tensor)
 
-        for step in chain.recipes:
+        for step, spent in zip(chain.recipes, chain.spent, strict=True):
             made.update(zip(step.outputs, step.run(tensor_of), strict=True))
+            for other in spent:
+                made.pop(other, None)
         value = made[chain.value]
         nbytes = value.untyped_storage().nbytes()
         if nbytes != chain.nbytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from belady.errors import PlanMismatchError
 from belady.ir.codecs import passes
 from belady.ir.hardware import Allocator
@@ -24,7 +26,7 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
         if isinstance(decision, Recompute):
             # What a replay takes on top is gone before the op at its boundary is issued.
             at = min(decision.at, len(held) - 1)
-            held[at] = max(held[at], _replay_bytes(trace, value, decision, allocator))
+            held[at] = max(held[at], replay_bytes(trace, value, decision, allocator))
         elif isinstance(decision, Encode) and trace.device != "cpu":
             # On a CPU what the engine itself takes for a moment is no part of the budget.
             nbytes = trace.storages[trace.values[value].storage].nbytes
@@ -34,13 +36,52 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
     return held
 
 
-def _replay_bytes(trace: Trace, index: int, decision: Recompute, allocator: Allocator) -> int:
-    """Bytes that a replay takes while it runs, beside those of the value: outputs and workspace."""
-    ops = [trace.ops[op] for op in decision.ops]
-    written = {trace.values[output].storage for op in ops for output in op.replay.writes}
-    written.discard(trace.values[index].storage)
-    outputs = sum(allocator.held(trace.storages[storage].nbytes) for storage in written)
-    return outputs + max((allocator.held(op.workspace_bytes) for op in ops), default=0)
+def replay_bytes(trace: Trace, index: int, decision: Recompute, allocator: Allocator) -> int:
+    """Most bytes that a replay takes while it runs, beside those of the value."""
+    most = held = 0
+    for step in replay_steps(trace, index, decision, allocator):
+        held += sum(nbytes for _, nbytes in step.taken)
+        most = max(most, held + step.workspace)
+        held -= sum(nbytes for _, nbytes in step.freed)
+    return most
+
+
+class ReplayStep(NamedTuple):
+    """One op of a replay: what it makes beside the value, with bytes, and what goes after it.
+
+    Attributes
+    ----------
+    taken, freed
+        Storages and their bytes. What nothing later in the replay reads goes at once.
+    workspace
+        Bytes that the op takes for as long as it runs.
+    """
+
+    taken: list[tuple[int, int]]
+    workspace: int
+    freed: list[tuple[int, int]]
+
+
+def replay_steps(
+    trace: Trace, index: int, decision: Recompute, allocator: Allocator
+) -> list[ReplayStep]:
+    """What the replay of value ``index`` takes and gives back, op by op."""
+    own, last, made = trace.values[index].storage, dict[int, int](), dict[int, int]()
+    for place, op in enumerate(decision.ops):
+        again = trace.ops[op].replay
+        written = {trace.values[value].storage for value in again.writes} - {own}
+        for storage in sorted(written):
+            made.setdefault(storage, place)
+        read = {trace.values[value].storage for value in again.reads}
+        last |= dict.fromkeys(made.keys() & (read | written), place)
+    steps = [
+        ReplayStep([], allocator.held(trace.ops[op].workspace_bytes), []) for op in decision.ops
+    ]
+    for storage, place in made.items():
+        block = storage, allocator.held(trace.storages[storage].nbytes)
+        steps[place].taken.append(block)
+        steps[last[storage]].freed.append(block)
+    return steps
 
 
 def chosen_workspaces(trace: Trace, plan: Plan) -> dict[int, int]:

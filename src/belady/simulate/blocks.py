@@ -16,7 +16,7 @@ from typing import NamedTuple
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Plan, Recompute
 from belady.ir.residency import intervals, managed_room
-from belady.ir.scratch import chosen_workspaces
+from belady.ir.scratch import ReplayStep, chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 
 # Smaller ones come from segments of their own, in all a few MiB; a hole keeps such a rest.
@@ -48,8 +48,8 @@ def reserved_bytes(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_
                 stretch.free(where.pop(block))
             for block, nbytes in step.back:
                 where[block] = stretch.take(nbytes)
-            for sizes in step.replays:
-                stretch.take_for_now(sizes)
+            for replay in step.replays:
+                stretch.run(replay)
             for block, nbytes in step.born:
                 where[block] = stretch.take(nbytes)
             stretch.take_for_now(step.workspace)
@@ -99,12 +99,12 @@ def _needed(nbytes: int, allocator: Allocator) -> float:
 class _Step(NamedTuple):
     """What is taken and given back around one op, in this order; blocks by number, with bytes.
 
-    ``replays`` has the sizes that each replay takes beside its value, for as long as it runs.
+    ``replays`` has what each replay takes and gives back beside its value, while it runs.
     """
 
     freed: list[int]
     back: list[tuple[int, int]]
-    replays: list[list[int]]
+    replays: list[list[ReplayStep]]
     born: list[tuple[int, int]]
     workspace: list[int]
 
@@ -134,17 +134,8 @@ def _steps(
     for value, decision in plan.decisions.items():
         if isinstance(decision, Recompute):
             at = min(decision.at, end)
-            steps[at].replays.append(_beside(trace, value, decision, allocator))
+            steps[at].replays.append(replay_steps(trace, value, decision, allocator))
     return lasting, steps
-
-
-def _beside(trace: Trace, value: int, decision: Recompute, allocator: Allocator) -> list[int]:
-    """Sizes of what a replay makes beside its value, and of its largest workspace."""
-    ops = [trace.ops[op] for op in decision.ops]
-    made = {trace.values[output].storage for op in ops for output in op.replay.writes}
-    made.discard(trace.values[value].storage)
-    sizes = [allocator.held(trace.storages[storage].nbytes) for storage in sorted(made)]
-    return [*sizes, max((allocator.held(op.workspace_bytes) for op in ops), default=0)]
 
 
 class _Stretch:
@@ -191,6 +182,18 @@ class _Stretch:
             size += self._fill(before)
             address = before
         self._open(address, size)
+
+    def run(self, replay: Iterable[ReplayStep]) -> None:
+        """Take and give back what a replay does."""
+        where: dict[int, int] = {}
+        for step in replay:
+            for storage, nbytes in step.taken:
+                if nbytes > _SMALL:
+                    where[storage] = self.take(nbytes)
+            self.take_for_now([step.workspace])
+            for storage, _ in step.freed:
+                if storage in where:
+                    self.free(where.pop(storage))
 
     def take_for_now(self, sizes: Iterable[int]) -> None:
         """Take blocks one after another, and give all back."""

@@ -31,7 +31,7 @@ class Case:
         self.saved = (self.x * self.weight).detach()
         owned: dict[int, weakref.ref[torch.Tensor]] = {WEIGHT: weakref.ref(self.weight)}
         steps = (recipe(self.x, self.weight),)
-        chain = Chain(MADE, nbytes, once, steps, (INPUT,), owned)
+        chain = Chain(MADE, nbytes, once, steps, ((),), (INPUT,), owned)
         versions = {WEIGHT: self.weight._version}
         sources = {INPUT: self.source}
         self.content = Recomputed(self.saved, chain, versions, sources, Digests())
@@ -125,3 +125,29 @@ def test_tensors_are_filled_in_wherever_they_stand() -> None:
     for case, result in zip((cat, add, clamp), wanted, strict=True):
         (made,) = case.run(lambda operand: known[operand.value])
         assert torch.equal(made, result)
+
+
+def test_what_no_later_op_reads_is_gone_while_the_next_one_runs() -> None:
+    """``(x * w) * w * w``: of three products there are two at once."""
+    x, weight = torch.randn(3, 4), torch.nn.Parameter(torch.randn(3, 4))
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(it() is not None for it in made))
+        product = a * b
+        made.append(weakref.ref(product))
+        return product
+
+    def step(source: int, result: int) -> Recipe:
+        operands = (Operand(source, Geometry.of(x)), Operand(WEIGHT, Geometry.of(weight)))
+        return Recipe(times, operands, {}, (result,))
+
+    first, second = 11, 12
+    steps = (step(INPUT, first), step(first, second), step(second, MADE))
+    spent = ((), (first,), (second,))
+    chain = Chain(MADE, 48, True, steps, spent, (INPUT,), {WEIGHT: weakref.ref(weight)})
+    saved = (x * weight * weight * weight).detach()
+    content = Recomputed(saved, chain, {WEIGHT: weight._version}, {INPUT: lambda _: x}, Digests())
+    assert torch.equal(content.take(), saved)
+    assert alive == [0, 1, 1]

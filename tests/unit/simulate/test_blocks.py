@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan
+from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan, Recompute
 from belady.ir.residency import curve, intervals, tier_curve
 from belady.ir.scratch import chosen_workspaces
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.simulate import blocks
 from belady.simulate.blocks import excess, in_blocks, reserved_bytes
 from tests.properties import test_recompute, test_simulate
+from tests.support.builder import OpSpec, build_trace
 from tests.unit.simulate.cases import trace_of
 
 MIB = 1 << 20
@@ -49,6 +50,16 @@ def test_moving_a_value_away_makes_a_hole_and_bringing_it_back_takes_one() -> No
     away = Assignment(0, Offload(Tier.HOST, 0, 1, 6, 7))
     assert reserved(trace, away) == 8 * MIB
     assert reserved(trace, Assignment(0, Keep())) == 16 * MIB
+
+
+def test_a_replay_takes_back_what_it_is_done_with() -> None:
+    op = OpSpec(nbytes=8 * MIB, saves_input=False, saves_output=True, replayable=True)
+    trace = build_trace([op] * 6)
+    last = trace.ops[5].writes[0]
+    away = Assignment(last, Recompute((1, 2, 3, 4, 5), trace.values[last].first_read or 0))
+    # Five results in a row, of which two are there at once.
+    extra = reserved(trace, away) - reserved(trace)
+    assert extra == 8 * MIB
 
 
 @pytest.mark.parametrize(("apart", "expected"), [(False, 16), (True, 24)])

@@ -1,0 +1,74 @@
+"""What a replay holds while it runs: op by op, no more than what is still to be read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from belady.ir.hardware import Allocator
+from belady.ir.plan import Recompute
+from belady.ir.scratch import replay_bytes, replay_steps
+from belady.ir.trace import Trace
+from tests.support.builder import OpSpec, build_trace
+
+EXACT = Allocator(1, 0.0, 0)
+
+
+def line(*nbytes: int, workspace: int = 0, in_place: int = -1) -> Trace:
+    """Ops that each read what the one before wrote, with results of these bytes."""
+    return build_trace(
+        [
+            OpSpec(
+                nbytes=size,
+                workspace_bytes=workspace,
+                saves_input=False,
+                saves_output=op + 1 != in_place,
+                in_place=op == in_place,
+                replayable=True,
+            )
+            for op, size in enumerate(nbytes)
+        ]
+    )
+
+
+def written(trace: Trace, op: int) -> int:
+    (value,) = trace.ops[op].writes
+    return value
+
+
+def of_ops(trace: Trace, *ops: int) -> tuple[int, Recompute]:
+    value = written(trace, ops[-1])
+    return value, Recompute(ops, trace.values[value].first_read or 0)
+
+
+def test_what_was_read_for_the_last_time_goes_before_the_next_op() -> None:
+    trace = line(5, 10, 20, 40, 80)
+    value, replay = of_ops(trace, 1, 2, 3, 4)
+    steps = replay_steps(trace, value, replay, EXACT)
+    assert [[n for _, n in step.taken] for step in steps] == [[10], [20], [40], []]
+    assert [[n for _, n in step.freed] for step in steps] == [[], [10], [20], [40]]
+    # Never more than two at once, and the value itself counts where it is held.
+    assert replay_bytes(trace, value, replay, EXACT) == 20 + 40
+
+
+def test_workspaces_count_beside_what_is_held_then() -> None:
+    trace = line(5, 10, 20, 40, 80, workspace=7)
+    assert replay_bytes(trace, *of_ops(trace, 1, 2, 3, 4), EXACT) == 20 + 40 + 7
+
+
+def test_what_nobody_reads_goes_after_its_op() -> None:
+    trace = line(5, 10, 20, 40)
+    value, replay = of_ops(trace, 1, 2, 3)
+    # Op 2 starts from what was kept instead.
+    ops = list(trace.ops)
+    ops[2] = replace(ops[2], reads=(written(trace, 0),))
+    steps = replay_steps(replace(trace, ops=tuple(ops)), value, replay, EXACT)
+    assert [[n for _, n in step.freed] for step in steps] == [[10], [], [20]]
+
+
+def test_bytes_that_are_overwritten_are_held_until_the_last_of_their_contents_is_read() -> None:
+    trace = line(5, 10, 10, 40, in_place=2)
+    assert trace.values[written(trace, 1)].storage == trace.values[written(trace, 2)].storage
+    value, replay = of_ops(trace, 1, 2, 3)
+    steps = replay_steps(trace, value, replay, EXACT)
+    assert [[n for _, n in step.taken] for step in steps] == [[10], [], []]
+    assert [[n for _, n in step.freed] for step in steps] == [[], [], [10]]
