@@ -18,6 +18,7 @@ from belady.planners.base import finish
 from belady.planners.lifetime import LIFETIME
 from belady.planners.mix import Away, Mixer, Wish
 from belady.planners.moves import Case
+from belady.planners.segments import segmented
 from belady.planners.spread import Times, boundary_times
 from belady.simulate.blocks import excess
 from belady.simulate.engine import iteration_seconds, kernel_seconds, simulate
@@ -26,9 +27,9 @@ from belady.simulate.engine import iteration_seconds, kernel_seconds, simulate
 _PARTS = 64
 _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0)
-_REACHES = (0.0, 8.0, 32.0, 128.0, inf)
+_REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 8, 200, 150_000
+_FEWEST, _MOST, _OPS = 8, 300, 150_000
 # Of fewer tries none are left for going the same way once more.
 _FEW = 40
 # How fast a mix whose blocks do not fit counts as slower, the more they lack: one to begin the next
@@ -55,7 +56,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 7
+    version: int = 8
     recomputes: bool = True
 
     def __call__(
@@ -69,7 +70,7 @@ class Hybrid:
             copies = LIFETIME(trace, hardware, budget, exact=exact)
             plans.append(replace(copies, planner=plans[0].planner))
         search = _Search(case, mixer, plans)
-        return search.run() if mixer.cost else search.best
+        return search.run() if mixer.ways.cost else search.best
 
 
 class _Search:
@@ -96,9 +97,14 @@ class _Search:
         self._prices: dict[Wish, float] = {}
         # Whether a plan was best because of what its replays share, and whether that leads the way.
         self._gained = self._led = False
-        self._limits = {"reach": _REACHES, "stretch": _STRETCHES, "reserve": _RESERVES}
-        if mixer.encodings:
-            self._limits["encodes"] = (True, False)
+        self._segments = [*segmented(case.trace, mixer.ways.nbytes, mixer.ways.cost)]
+        self._limits: dict[str, Sequence[Any]] = {
+            "stretch": _STRETCHES,
+            "reach": _REACHES,
+            "encodes": (True, False) if mixer.ways.encodings else (True,),
+            "copies_first": (False, True),
+            "reserve": _RESERVES,
+        }
 
     def run(self) -> Plan:
         """The plan of the lowest price found."""
@@ -113,14 +119,10 @@ class _Search:
         return self.best
 
     def _descended(self) -> Wish:
-        """The mix of the lowest price, one limit after another."""
+        """The mix of the lowest price, from parts of all values or from segments of the network."""
         parts = _parts(self._case.trace, self._mixer)
         some = parts[:: _PARTS // 4]
-        at = self._cheapest(Wish(values) for values in some)
-        at = self._cheapest(replace(at, stretch=stretch) for stretch in _STRETCHES)
-        at = self._cheapest(replace(at, reach=reach) for reach in _REACHES)
-        if self._mixer.encodings:
-            at = self._cheapest(replace(at, encodes=encodes) for encodes in (True, False))
+        at = self._limited(self._cheapest(Wish(values) for values in some))
         at = self._cheapest(
             replace(at, reserve=reserve, values=values) for reserve in _RESERVES for values in some
         )
@@ -131,7 +133,16 @@ class _Search:
             at = self._cheapest([at, *(replace(at, values=values) for values in sides)])
             step //= 2
         at = self._cheapest(replace(at, stretch=stretch) for stretch in _STRETCHES)
-        return self._cheapest(replace(at, reach=reach) for reach in _REACHES)
+        at = self._cheapest(replace(at, reach=reach) for reach in _REACHES)
+        whole = self._cheapest([at, *(Wish(values, reach=inf) for values in self._segments)])
+        return at if whole == at else self._limited(whole)
+
+    def _limited(self, at: Wish) -> Wish:
+        """The mix with the limits of the lowest price, found one after another."""
+        for name, choices in self._limits.items():
+            if name != "reserve":
+                at = self._cheapest(_with(at, name, it) for it in choices)
+        return at
 
     def _exchange(self, at: Wish) -> None:
         """Turn copies of neighbours in time into replays and back, at first also for the worse.
@@ -140,7 +151,7 @@ class _Search:
         another may lie behind some that do not.
         """
         values, kernels = self._case.trace.values, sum(kernel_seconds(self._case.trace, self.best))
-        order = sorted(self._mixer.cost, key=lambda v: (values[v].first_save, v))
+        order = sorted(self._mixer.ways.cost, key=lambda v: (values[v].first_save, v))
         rng, tries = random.Random(0), max(1.0, self._left)
         now, unstalled = self._prices[at], boundary_times(self._case.trace, None)
         while self._left > 0 and self._price > _NEAR * kernels:
@@ -214,30 +225,35 @@ def _neighbour(
     kind = rng.random()
     if kind < _LIMITS:
         name = rng.choice(sorted(limits))
-        return replace(at, **{name: rng.choice(limits[name])})
+        return _with(at, name, rng.choice(limits[name]))
     first = rng.randrange(len(order))
     return replace(at, values=at.values ^ frozenset(order[first : first + rng.choice(_TURNED)]))
 
 
+def _with(at: Wish, name: str, limit: Any) -> Wish:
+    return replace(at, **{name: limit})
+
+
 def _parts(trace: Trace, mixer: Mixer) -> list[frozenset[int]]:
     """More and more of what can be recomputed: cheapest first, of equals the last saved."""
-    order = sorted(mixer.cost, key=lambda v: (mixer.cost[v], -trace.values[v].first_save, v))
-    total = sum(mixer.nbytes[value] for value in order)
+    cost, held = mixer.ways.cost, mixer.ways.nbytes
+    order = sorted(cost, key=lambda v: (cost[v], -trace.values[v].first_save, v))
+    total = sum(held[value] for value in order)
     parts, chosen, nbytes = [], list[int](), 0
     pending = iter(order)
     for part in range(_PARTS + 1):
         while nbytes < total * part // _PARTS:
             chosen.append(next(pending))
-            nbytes += mixer.nbytes[chosen[-1]]
+            nbytes += held[chosen[-1]]
         parts.append(frozenset(chosen))
     return parts
 
 
 def _leanest(mixer: Mixer) -> Away:
     """Of the plans that keep nothing, the one with the lowest peak."""
-    every = frozenset(mixer.cost)
+    every = frozenset(mixer.ways.cost)
     # A replay leaves no byte, an encoding a few, so without encodings the peak can be lower.
-    both = (True, False) if mixer.encodings else (True,)
+    both = (True, False) if mixer.ways.encodings else (True,)
     wishes = [Wish(every, stretch, encodes=it) for it in both for stretch in _STRETCHES]
     wishes = [Wish(frozenset()), *wishes]
     return max((mixer.away(wish) for wish in wishes), key=mixer.room)

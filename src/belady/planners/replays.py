@@ -8,8 +8,9 @@ from belady.ir.plan import Recompute
 from belady.ir.replay import closure
 from belady.ir.trace import Trace
 
-# A longer replay is no longer cheap, and its inputs lie far back.
-LONGEST = 8
+# From where a block of a ResNet begins to where it ends, with what a compiler casts in between. A
+# longer replay is no longer cheap.
+LONGEST = 16
 
 
 def _every_value(_: int) -> bool:

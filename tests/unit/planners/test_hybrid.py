@@ -106,7 +106,7 @@ def test_without_replays_it_is_the_lifetime_policy() -> None:
     trace, hardware = chain(12, replayable=False), gpu()
     for budget in budgets(trace, hardware, 0.1, 0.5):
         made, copies = (plan(policy, trace, hardware, budget) for policy in ("hybrid", "lifetime"))
-        assert made == replace(copies, planner="hybrid/7")
+        assert made == replace(copies, planner="hybrid/8")
 
 
 def test_a_link_that_hides_every_copy_leaves_nothing_to_recompute() -> None:
@@ -280,7 +280,7 @@ def test_with_encodings_plans_are_faster_and_no_budget_is_lost(
     trace, hardware = masked(20), gpu()
     asked = budgets(trace, hardware, 0.0, 0.2, 0.5)
     found = [seconds("hybrid", trace, hardware, budget) for budget in asked]
-    monkeypatch.setattr("belady.planners.mix.encodings", lambda *_: {})
+    monkeypatch.setattr("belady.planners.ways.encodings", lambda *_: {})
     without = [seconds("hybrid", trace, hardware, budget) for budget in asked]
     assert smallest_budget("hybrid", trace, hardware, PLENTY) >= asked[0].device_bytes
     assert all(one <= other for one, other in zip(found, without, strict=True))

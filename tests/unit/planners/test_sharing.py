@@ -52,7 +52,7 @@ def test_each_op_runs_again_once_where_there_is_room() -> None:
     trace, hardware = build_trace(NET), gpu(link_rate=SLOW)
     (budget,) = budgets(trace, hardware, 0.7)
     mixer = Mixer(Case(trace, hardware, budget), "mix/1")
-    alone, sharing = mixer.make(Wish(frozenset(mixer.cost)), boundary_times(trace, None))
+    alone, sharing = mixer.make(Wish(frozenset(mixer.ways.cost)), boundary_times(trace, None))
     runs = [
         Counter(op for it in _replays(made).values() for op in it.ops) for made in (alone, sharing)
     ]
@@ -67,7 +67,7 @@ def test_without_room_nothing_is_shared() -> None:
     trace, hardware = build_trace(NET), gpu(link_rate=SLOW)
     (budget,) = budgets(trace, hardware, 0.5)
     mixer = Mixer(Case(trace, hardware, budget), "mix/1")
-    (alone,) = mixer.make(Wish(frozenset(mixer.cost)), boundary_times(trace, None))
+    (alone,) = mixer.make(Wish(frozenset(mixer.ways.cost)), boundary_times(trace, None))
     assert max(_runs(alone).values()) > 1
 
 

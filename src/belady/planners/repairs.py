@@ -1,0 +1,40 @@
+"""Which replays to do without where a mix needs more memory than there is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from belady.ir.plan import Recompute
+from belady.ir.replay import sources
+from belady.ir.scratch import replay_bytes
+from belady.planners.moves import Case, read_by
+from belady.planners.spread import Bytes, held_bytes
+
+
+def worst(slack: Bytes) -> list[int]:
+    """The op that lacks most in each stretch of ops that lack bytes."""
+    short = np.flatnonzero(slack < 0)
+    stretches = np.split(short, np.flatnonzero(np.diff(short) > 1) + 1)
+    return [int(ops[np.argmin(slack[ops])]) for ops in stretches if len(ops)]
+
+
+def heaviest(
+    case: Case, replays: Mapping[int, Recompute], gone: Collection[int], at: int
+) -> int | None:
+    """The value whose replay takes most bytes during an op, None if none takes any.
+
+    While it runs these are what it makes beside its value. Before and after, those of its
+    sources that were ``gone`` and are back before backward itself reads them.
+    """
+    trace, taken = case.trace, dict[int, int]()
+    for value, replay in replays.items():
+        if replay.at > at:
+            continue
+        early = (it for it in sources(trace, replay) if it in gone)
+        taken[value] = sum(held_bytes(case, it) for it in early if at < read_by(trace.values[it]))
+        if replay.at == at:
+            taken[value] += replay_bytes(trace, value, replay, case.hardware.allocator)
+    most = max(taken, key=lambda value: (taken[value], value), default=None)
+    return most if most is not None and taken[most] > 0 else None
