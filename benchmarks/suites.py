@@ -34,6 +34,7 @@ FRONTIER = "frontier"
 _EQUAL_STEPS = 4
 # What a user without a library would pick. Of transformers trainers offer TRL's offloading too.
 _ANYWHERE = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
+_COMPILED = ("inductor-0.7", "inductor-0.5", "inductor-0.25")
 # Workload, precision, and the batch where it is not the workload's own.
 _FRONTIERS = (
     ("alexnet", "tf32", None),
@@ -87,6 +88,8 @@ def _targets() -> Iterable[Case]:
     for layout in (True, False):
         yield from _against_peers("resnet50", ("checkpoint",), channels_last=layout)
         yield Case("resnet50", OURS + "auto", "50%:checkpoint", "bf16", layout, shared=True)
+    for budget in (*(f"100%:{peer}" for peer in _COMPILED), "6.45GiB", "5.9GiB", "4.5GiB", "3GiB"):
+        yield Case("resnet50", "belady-inductor:auto", budget, "bf16", channels_last=True)
     for precision, budget in (("tf32", "12GiB"), ("fp32", "12GiB"), ("bf16", "6GiB")):
         yield from _within("vgg19", budget, (), precision)
     for batch in (256, 512):

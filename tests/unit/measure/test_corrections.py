@@ -204,3 +204,18 @@ def test_links_beside_kernels_are_as_slow_as_an_iteration_waits_for_them() -> No
         replace(seen, ended=probed.seconds),
     ):
         assert with_links_of(TRACE_FAST, plan, gpu(), [agreed]) is None
+
+
+def test_waits_that_were_not_foretold_are_of_slower_links_where_these_explain_them() -> None:
+    trace = trace_of([4.0, 4.0, 4.0, 4.0], [(3, 0, 3)])
+    plan = plan_of(trace, Offload(Tier.HOST, 0, 2, 2, 3))
+    slow = replace(gpu(), links=tuple(_slower(link, 1.4) for link in gpu().links))
+    truth, probed = simulate(trace, slow, plan), simulate(trace, gpu(), plan)
+    assert probed.stall_seconds == 0 < truth.stall_seconds
+    seen = replace(timed(truth.seconds), stall_seconds=truth.stall_seconds)
+    found = with_links_of(trace, plan, gpu(), [seen])
+    assert found is not None
+    assert simulate(trace, found, plan).seconds == pytest.approx(truth.seconds, rel=0.02)
+    # No such links make an iteration wait for so long.
+    longer = replace(timed(3 * truth.seconds), stall_seconds=2 * truth.seconds)
+    assert with_links_of(trace, plan, gpu(), [longer]) is None
