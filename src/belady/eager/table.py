@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from belady.ir.plan import Decision, Managed, Offload, Plan, Recompute
+from belady.ir.replay import sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Tier, Trace
 from belady.memory.geometry import Geometry
@@ -71,10 +72,10 @@ def matches(tensor: torch.Tensor, entry: Entry) -> bool:
     )
 
 
-def tables(trace: Trace, plan: Plan, sources: Container[int]) -> list[list[Entry | None]]:
+def tables(trace: Trace, plan: Plan, started: Container[int]) -> list[list[Entry | None]]:
     """What is expected of every save: one table a pass, by ordinal.
 
-    ``sources`` are the values that replays start from.
+    ``started`` are the values that replays start from.
     """
     saves = [(save, value) for value, of in enumerate(trace.values) for save in of.saves]
     last: dict[int, tuple[int, int]] = {}
@@ -96,7 +97,7 @@ def tables(trace: Trace, plan: Plan, sources: Container[int]) -> list[list[Entry
             min(save.reads, default=-1),
             value,
             decision := plan.decisions.get(value),
-            decision is None and value not in sources,
+            decision is None and value not in started,
             Geometry(dtype, shape, save.stride, save.offset, conj=False, neg=False),
         )
     return found
@@ -110,7 +111,7 @@ def tiers(plan: Plan) -> dict[int, Tier]:
 
 def actions(trace: Trace, plan: Plan) -> list[Action]:
     """What is to be done, in order."""
-    found = []
+    found, together = [], _together(trace, plan)
     for order, (value, decision) in enumerate(plan.decisions.items()):
         if isinstance(decision, (Offload, Managed)):
             move = decision if isinstance(decision, Offload) else decision.moves
@@ -120,6 +121,23 @@ def actions(trace: Trace, plan: Plan) -> list[Action]:
                 Action(free, FREE, order, value),
                 Action(back, IN, order, value),
             ]
-        elif isinstance(decision, Recompute) and decision.at != trace.values[value].first_read:
+        elif isinstance(decision, Recompute) and (
+            value in together or decision.at != trace.values[value].first_read
+        ):
             found.append(Action(decision.at, AGAIN, decision.ops[-1], value))
     return sorted(found)
+
+
+def _together(trace: Trace, plan: Plan) -> set[int]:
+    """Values made again at one boundary, one of them from another.
+
+    Left to their readers, the one that is read first might be let go before the other one starts
+    from it, or be made while that one holds what it needs meanwhile.
+    """
+    found = set[int]()
+    at = {value: it.at for value, it in plan.decisions.items() if isinstance(it, Recompute)}
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, Recompute):
+            of = {it for it in sources(trace, decision) if at.get(it) == decision.at}
+            found |= of | ({value} if of else set())
+    return found

@@ -97,7 +97,10 @@ def _replay_of(
 
     for node in targets:
         visit(node)
-    return Replay(storage, tuple(steps), tuple(sources), tuple(targets))
+    # What is let go meanwhile follows from the order, and that of the trace is what is counted.
+    issued = {node: place for place, step in enumerate(joint.forward) for node in step.made}
+    order = sorted(steps, key=lambda step: min(issued[node] for node in step.made))
+    return Replay(storage, tuple(order), tuple(sources), tuple(targets))
 
 
 def again(step: Step) -> Step:

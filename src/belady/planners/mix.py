@@ -94,6 +94,7 @@ class Mixer:
         self._planner = planner
         self.ways = Ways(case, {value: held_bytes(case, value) for value in movable(case.trace)})
         self._alone = alone(case.trace, self.ways.nbytes)
+        self._largest = max(self.ways.nbytes.values(), default=0)
         self._begun: dict[Wish, Fitting | None] = {}
 
     def away(self, wish: Wish, kept: Collection[int] = ()) -> Away:
@@ -257,4 +258,4 @@ class Mixer:
         nbytes = {
             v: self.ways.saved[v] if v in away.encoded else self.ways.nbytes[v] for v in windows
         }
-        return set(keep(windows, nbytes, slack, reserve))
+        return set(keep(windows, nbytes, slack, reserve * self._largest))

@@ -50,10 +50,17 @@ class Spread:
         self._seconds = {value: copy_seconds(case, value, moves[value].tier) for value in moves}
 
     def keep(self, reserve: float) -> None:
-        """Let values stay that fit beside the reserve, those read first before others."""
+        """Let values stay that fit beside the reserve, those read first before others.
+
+        Parameters
+        ----------
+        reserve
+            Bytes left untouched, in multiples of the largest value.
+        """
         order = sorted(self._alone, key=lambda v: (self.moves[v].ready_by, v))
         windows = {value: self._away(value) for value in order}
-        for value in keep(windows, self._nbytes, self.slack, reserve):
+        largest = max((self._nbytes[value] for value in order), default=0)
+        for value in keep(windows, self._nbytes, self.slack, reserve * largest):
             del self.moves[value]
             self._alone.remove(value)
 
@@ -159,10 +166,9 @@ def keep(
     slack
         Bytes left over during each op; what is kept is taken off.
     reserve
-        Bytes left untouched, in multiples of the largest value.
+        Bytes left untouched.
     """
-    largest = max((nbytes[value] for value in windows), default=0)
-    spare = slack - np.minimum(slack, int(reserve * largest))
+    spare = slack - np.minimum(slack, int(reserve))
     kept = []
     for value, (start, stop) in windows.items():
         if (spare[start:stop] >= nbytes[value]).all():

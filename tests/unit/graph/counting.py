@@ -34,10 +34,14 @@ class Counter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.track(*(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)))
+        self.peak = max(self.peak, self.live_bytes())
+        return result
+
+    def live_bytes(self) -> int:
+        """Bytes of the storages that are still there."""
         live = {k: it for k, it in self._storages.items() if not it[0].expired()}
         self._storages = live
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in live.values()))
-        return result
+        return sum(nbytes for _, nbytes in live.values())
 
 
 @contextmanager
