@@ -55,11 +55,14 @@ class ReplayStep(NamedTuple):
         Storages and their bytes. What nothing later in the replay reads goes at once.
     workspace
         Bytes that the op takes for as long as it runs.
+    makes
+        Whether the bytes of the value itself come into being here.
     """
 
     taken: list[tuple[int, int]]
     workspace: int
     freed: list[tuple[int, int]]
+    makes: bool
 
 
 def replay_steps(
@@ -69,13 +72,15 @@ def replay_steps(
     own, last, made = trace.values[index].storage, dict[int, int](), dict[int, int]()
     for place, op in enumerate(decision.ops):
         again = trace.ops[op].replay
-        written = {trace.values[value].storage for value in again.writes} - {own}
+        written = {trace.values[value].storage for value in again.writes}
         for storage in sorted(written):
             made.setdefault(storage, place)
         read = {trace.values[value].storage for value in again.reads}
         last |= dict.fromkeys(made.keys() & (read | written), place)
+    born = made.pop(own, -1)
     steps = [
-        ReplayStep([], allocator.held(trace.ops[op].workspace_bytes), []) for op in decision.ops
+        ReplayStep([], allocator.held(trace.ops[op].workspace_bytes), [], place == born)
+        for place, op in enumerate(decision.ops)
     ]
     for storage, place in made.items():
         block = storage, allocator.held(trace.storages[storage].nbytes)

@@ -45,11 +45,12 @@ def reserved_bytes(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_
         where: dict[int, int] = {}
         for step in steps:
             for block in step.freed:
-                stretch.free(where.pop(block))
+                if block in where:
+                    stretch.free(where.pop(block))
             for block, nbytes in step.back:
                 where[block] = stretch.take(nbytes)
-            for replay in step.replays:
-                stretch.run(replay)
+            for replay in sorted(step.replays):
+                stretch.run(replay, where)
             for block, nbytes in step.born:
                 where[block] = stretch.take(nbytes)
             stretch.take_for_now(step.workspace)
@@ -96,15 +97,24 @@ def _needed(nbytes: int, allocator: Allocator) -> float:
     return nbytes + (_AGREES - 1) * max(0, nbytes - allocator.settled_bytes)
 
 
+class _Again(NamedTuple):
+    """A replay: its last op, after which those at one boundary are ordered, and its block."""
+
+    order: int
+    block: int
+    nbytes: int
+    steps: list[ReplayStep]
+
+
 class _Step(NamedTuple):
     """What is taken and given back around one op, in this order; blocks by number, with bytes.
 
-    ``replays`` has what each replay takes and gives back beside its value, while it runs.
+    ``back`` has copies alone; what is made again is placed where its replay makes it.
     """
 
     freed: list[int]
     back: list[tuple[int, int]]
-    replays: list[list[ReplayStep]]
+    replays: list[_Again]
     born: list[tuple[int, int]]
     workspace: list[int]
 
@@ -115,7 +125,7 @@ def _steps(
     """Bytes that are there all the time, and what goes on at each op and after the last."""
     end = len(trace.ops)
     steps = [_Step([], [], [], [], []) for _ in range(end + 1)]
-    lasting = 0
+    lasting, decisions = 0, plan.decisions
     for block, span in enumerate(intervals(trace, plan)):
         start, over = min(span.start, end), min(span.end, end)
         if span.tier is not Tier.DEVICE or start >= over:
@@ -124,6 +134,10 @@ def _steps(
         gradient = storage.kind is StorageKind.GRADIENT
         if gradients_apart if gradient else storage.persistent:
             lasting += nbytes
+        elif isinstance(again := decisions.get(span.value), Recompute):
+            run = replay_steps(trace, span.value, again, allocator)
+            steps[start].replays.append(_Again(again.ops[-1], block, nbytes, run))
+            steps[over].freed.append(block)
         elif nbytes > _SMALL:
             taken = steps[start].born if span.value < 0 else steps[start].back
             taken.append((block, nbytes))
@@ -131,10 +145,6 @@ def _steps(
     chosen = chosen_workspaces(trace, plan)
     for index, op in enumerate(trace.ops):
         steps[index].workspace.append(allocator.held(chosen.get(index, op.workspace_bytes)))
-    for value, decision in plan.decisions.items():
-        if isinstance(decision, Recompute):
-            at = min(decision.at, end)
-            steps[at].replays.append(replay_steps(trace, value, decision, allocator))
     return lasting, steps
 
 
@@ -183,17 +193,19 @@ class _Stretch:
             address = before
         self._open(address, size)
 
-    def run(self, replay: Iterable[ReplayStep]) -> None:
-        """Take and give back what a replay does."""
-        where: dict[int, int] = {}
-        for step in replay:
+    def run(self, replay: _Again, where: dict[int, int]) -> None:
+        """Take and give back what a replay does, and note ``where`` the block of its value is."""
+        beside: dict[int, int] = {}
+        for step in replay.steps:
+            if step.makes and replay.nbytes > _SMALL:
+                where[replay.block] = self.take(replay.nbytes)
             for storage, nbytes in step.taken:
                 if nbytes > _SMALL:
-                    where[storage] = self.take(nbytes)
+                    beside[storage] = self.take(nbytes)
             self.take_for_now([step.workspace])
             for storage, _ in step.freed:
-                if storage in where:
-                    self.free(where.pop(storage))
+                if storage in beside:
+                    self.free(beside.pop(storage))
 
     def take_for_now(self, sizes: Iterable[int]) -> None:
         """Take blocks one after another, and give all back."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan, Recompute
 from belady.ir.residency import curve, intervals, tier_curve
-from belady.ir.scratch import chosen_workspaces
+from belady.ir.scratch import chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.simulate import blocks
 from belady.simulate.blocks import excess, in_blocks, reserved_bytes
@@ -57,9 +57,20 @@ def test_a_replay_takes_back_what_it_is_done_with() -> None:
     trace = build_trace([op] * 6)
     last = trace.ops[5].writes[0]
     away = Assignment(last, Recompute((1, 2, 3, 4, 5), trace.values[last].first_read or 0))
-    # Five results in a row, of which two are there at once.
-    extra = reserved(trace, away) - reserved(trace)
-    assert extra == 8 * MIB
+    # Five results in a row, of which two are there at once, and the last one is the value.
+    assert reserved(trace, away) == reserved(trace)
+
+
+def test_what_is_made_again_lies_where_its_own_op_puts_it() -> None:
+    specs = [OpSpec(nbytes=it * MIB, saves_output=True, replayable=True) for it in (2, 10, 8)]
+    trace = build_trace(specs)
+    value = trace.ops[2].writes[0]
+    steps = replay_steps(trace, value, Recompute((1, 2), 3), EXACT)
+    stretch, where = blocks._Stretch(), dict[int, int]()
+    stretch.run(blocks._Again(2, 7, 8 * MIB, steps), where)
+    # Above what the op before it made, which leaves a hole.
+    assert where == {7: 10 * MIB}
+    assert stretch.take(10 * MIB) == 0
 
 
 @pytest.mark.parametrize(("apart", "expected"), [(False, 16), (True, 24)])
