@@ -22,7 +22,7 @@ from tests.parity.test_cutting import MIB, Wide, images, perceptron, precise_ima
 from tests.parity.test_cutting import Feedforward as Perceiving
 from tests.support import training as steps
 from tests.support.models import Task
-from tests.support.training import Step, Training, footprint, plain
+from tests.support.training import Step, Training, accumulating, footprint, plain
 
 ITERATIONS = range(5)
 
@@ -148,18 +148,6 @@ def test_a_budget_that_is_refused_without_slices_trains_in_them(of: Task) -> Non
     assert_near(Training(of).run(plain, ITERATIONS), training)
     assert run.plan.numerics == ("sections",)
     assert not [note for note in run.notes if "not captured" in note]
-
-
-def accumulating(training: Training, index: int) -> list[Tensor]:
-    """Two batches before each step, so that the second finds gradients."""
-    losses = []
-    for part in range(2):
-        loss = training.loss(2 * index + part) / 2
-        loss.backward()
-        losses.append(loss)
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    return losses
 
 
 @pytest.mark.parametrize("of", [WIDE, NORMS], ids=str)

@@ -17,17 +17,19 @@ from belady.ir.trace import Need, Phase, Save, Source, Trace
 
 _FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _RELUS = frozenset({"aten.relu.default", "aten.relu_.default"})
-# Ops whose nodes ask no more than that of what they save.
-_SAVING = _RELUS | {
+# Poolings: where their gradient goes, their indices or their geometry say.
+POOLINGS = frozenset(
     f"aten.{name}.default"
     for name in (
         *("max_pool2d_with_indices", "max_pool3d_with_indices"),
         *("adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool2d", "avg_pool3d"),
         *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
     )
-}
-# Poolings whose second result says where, and how many dimensions of the input it counts through.
-_POOLINGS = {
+)
+# Ops whose nodes ask no more than the sign of what they save.
+_SAVING = _RELUS | POOLINGS
+# Those whose second result says where, and how many dimensions of the input it counts through.
+_INDEXED = {
     "aten.max_pool2d_with_indices.default": 2,
     "aten.max_pool3d_with_indices.default": 3,
     "aten.adaptive_max_pool2d.default": 2,
@@ -116,7 +118,7 @@ def _saved_by_producer(trace: Trace, index: int) -> bool:
 def _places(trace: Trace, index: int) -> int:
     """How many places value ``index``, the indices of a pooling, can name; 0 if it is none."""
     producer = trace.values[index].producer
-    dims = _POOLINGS.get(trace.ops[producer].name)
+    dims = _INDEXED.get(trace.ops[producer].name)
     if dims is None or not _saved_by_producer(trace, index):
         return 0
     shapes = [save.shape for save in _inputs_saved(trace, producer)]

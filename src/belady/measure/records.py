@@ -8,19 +8,12 @@ from typing import Any
 
 import torch
 
+from belady.ir.encoding import POOLINGS
 from belady.ir.trace import Mode, Need, Phase, StorageKind, Use
 
 _UNEQUAL = "aten.ne.Scalar"
 _THRESHOLD = "aten.threshold_backward.default"
-# Where the gradient of a pooling goes, the indices or its geometry say.
-_POOLINGS = frozenset(
-    f"aten.{name}_backward.default"
-    for name in (
-        *("max_pool2d_with_indices", "max_pool3d_with_indices"),
-        *("adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool2d", "avg_pool3d"),
-        *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
-    )
-)
+_POOLINGS = frozenset(it.replace(".default", "_backward.default") for it in POOLINGS)
 
 
 @dataclass(slots=True)
