@@ -61,6 +61,12 @@ def replays(plan: Plan) -> dict[int, Recompute]:
     return {v: it for v, it in plan.decisions.items() if isinstance(it, Recompute)}
 
 
+def storages(trace: Trace, op: int, *, made: bool) -> set[int]:
+    """Storages that an op writes, or that it touches at all."""
+    it = trace.ops[op]
+    return {trace.values[v].storage for v in (it.writes if made else (*it.reads, *it.writes))}
+
+
 def counted(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
     """Device bytes during each op, as the engine on paper holds them and replays pass by."""
     exact = Engine(trace, plan).run()
@@ -69,10 +75,12 @@ def counted(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
         most = allocator.held(op.workspace_bytes)
         for value, it in replays(plan).items():
             if it.at == index:
-                live = {trace.values[w].storage for o in it.ops for w in trace.ops[o].writes}
-                live -= {trace.values[value].storage}
-                beside = sum(allocator.held(trace.storages[s].nbytes) for s in live)
-                for step in it.ops:
+                for place, step in enumerate(it.ops):
+                    # What was made by then and is read or written then or later.
+                    made = {s for o in it.ops[: place + 1] for s in storages(trace, o, made=True)}
+                    wanted = {s for o in it.ops[place:] for s in storages(trace, o, made=False)}
+                    live = made & wanted - {trace.values[value].storage}
+                    beside = sum(allocator.held(trace.storages[s].nbytes) for s in live)
                     scratch = allocator.held(trace.ops[step].workspace_bytes)
                     most = max(most, beside + scratch)
         found.append(exact.held[index][Tier.DEVICE] + most)

@@ -29,7 +29,7 @@ _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0)
 _REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 8, 300, 150_000
+_FEWEST, _MOST, _OPS = 8, 300, 100_000
 # Of fewer tries none are left for going the same way once more.
 _FEW = 40
 # How fast a mix whose blocks do not fit counts as slower, the more they lack: one to begin the next

@@ -24,11 +24,12 @@ _COPIED = "moved: the budget has no room for it meanwhile"
 _REPLAYED = "recomputed: the budget has no room for it meanwhile, and a copy would cost more"
 _ENCODED = "encoded: backward asks for no more of it, and to copy or recompute it would cost more"
 _KEPT = "kept: the budget has room for it between save and read"
-# Times that a replay is taken back which needs bytes where there are none.
-_REPAIRS = 40
+# Times that a replay is taken back which needs bytes where there are none: fewer in large traces,
+# where so many ops are looked through in all.
+_REPAIRS_LEAST, _REPAIRS_MOST, _REPAIR_OPS = 4, 40, 20_000
 # Times that more copied values are kept, as what is kept leaves more room.
 _PASSES = 4
-# Of more ops few mixes are tried, and of each one plan.
+# Of more ops few mixes are tried, and of each one plan, in which what stays is found at once.
 _LONG = 5_000
 
 
@@ -96,6 +97,8 @@ class Mixer:
         self._alone = alone(case.trace, self.ways.nbytes)
         self._largest = max(self.ways.nbytes.values(), default=0)
         self._begun: dict[Wish, Fitting | None] = {}
+        often = _REPAIR_OPS // max(1, len(case.trace.ops))
+        self._repairs = max(_REPAIRS_LEAST, min(_REPAIRS_MOST, often))
 
     def away(self, wish: Wish, kept: Collection[int] = ()) -> Away:
         """Recompute what is wished for where that may be, copy all else that may move.
@@ -209,7 +212,7 @@ class Mixer:
 
     def _repaired(self, wish: Wish, kept: Collection[int] = ()) -> Fitting | None:
         """What may move away beside what is ``kept``, without replays that need too much memory."""
-        for _ in range(_REPAIRS):
+        for _ in range(self._repairs):
             away = self.away(wish, kept)
             slack = self._slack(away)
             if slack.min(initial=0) >= 0:
@@ -223,6 +226,9 @@ class Mixer:
 
     def _filled(self, fitting: Fitting, asked: Wish) -> Fitting | None:
         """What does not stay: copied values stay first, as room is found; then others."""
+        wish, away, slack = fitting
+        if len(self._case.trace.ops) > _LONG:
+            return self._repaired(wish, self._keep(away, slack, asked.reserve))
         kept = set[int]()
         for _ in range(_PASSES):
             wish, away, slack = fitting
