@@ -69,7 +69,8 @@ class Contents:
     """The contents of one iteration, by value: what generated code calls.
 
     Only weakly held here, since a value lives as long as the state that holds it: copies of a
-    graph that was thrown away are not made. ``landing`` is told of device bytes taken.
+    graph that was thrown away are not made. ``landing`` is told of device bytes taken, and
+    ``passed`` of boundaries at which something is done.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class Contents:
         carrier: Carrier,
         decisions: Mapping[int, Decision],
         landing: Callable[[tuple[torch.Tensor | None, ...]], None] | None = None,
+        passed: Callable[[int], None] = lambda boundary: None,
     ) -> None:
         self._carrier = carrier
         self._decisions = decisions
         self._landing = landing
+        self.passed = passed
         self._live: dict[int, weakref.ref[Content]] = {}
 
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:

@@ -5,7 +5,7 @@ Loaded only where they are asked for: Inductor takes seconds to load, and a C++ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ Kernel = Callable[[list[Any]], Sequence[Any]]
 
 
 class Inductor:
-    """Compiles segments; what it cannot compile runs op by op.
+    """Compiles segments, each that is like another once; what it cannot compile runs op by op.
+
+    Blocks of a model repeat, and so do most segments of a plan in the next one.
 
     Attributes
     ----------
@@ -34,9 +36,16 @@ class Inductor:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self._known: dict[Hashable, Kernel | None] = {}
 
     def fuse(self, module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
         """``module`` as fused kernels; None where there are none."""
+        key = module.code, tuple(_lies(fake) for fake in fakes)
+        if key not in self._known:
+            self._known[key] = self._compiled(module, fakes)
+        return self._known[key]
+
+    def _compiled(self, module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
         try:
             return compiled(module, fakes)
         except Exception as error:  # a compiler that is missing, a kernel that it cannot make
@@ -64,6 +73,11 @@ def compiled(module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
         output.meta["user_visible_output_idxs"] = list(range(len(results)))
         kernel: Kernel = compile_fx_inner(traced, list(fakes))
     return kernel
+
+
+def _lies(tensor: torch.Tensor) -> Hashable:
+    """What a kernel depends on, of a tensor that it takes."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
 
 
 def _lie_alike(

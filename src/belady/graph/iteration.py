@@ -56,7 +56,7 @@ class Iteration:
         contents = None
         if kind.force is not None:
             landing = None if counted is None else counted.seen
-            contents = Contents(carrier, kind.force.plan.decisions, landing)
+            contents = Contents(carrier, kind.force.plan.decisions, landing, sample.passed)
         return cls(kind, contents, watched, counted, sample)
 
     @property
@@ -65,11 +65,11 @@ class Iteration:
         return not all(forward for _, forward in self.order)
 
     def anchor(self) -> None:
-        """A part begins: take it down, where the iteration is recorded and goes as planned.
+        """A part begins: take it down, where the iteration is measured and goes as planned.
 
         What is done between forward and backward, such as a loss, counts to forward.
         """
         self.sample.mark(Phase.FORWARD if self.order[-1][1] else Phase.BACKWARD)
-        tape, force = self.sample.tape, self.kind.force
-        if tape is not None and force is not None and len(self.order) <= len(force.drawn.starts):
-            tape.anchor(force.drawn.starts[len(self.order) - 1])
+        force = self.kind.force
+        if force is not None and len(self.order) <= len(force.drawn.starts):
+            self.sample.passed(force.drawn.starts[len(self.order) - 1])

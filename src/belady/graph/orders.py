@@ -17,8 +17,12 @@ from belady.ir.trace import Phase
 
 
 class Act(IntEnum):
-    """What is done to a value at a boundary, in order of issue."""
+    """What is done to a value at a boundary, in order of issue.
 
+    First of all it is told that a boundary, numbered as in the trace, is ``PASSED``.
+    """
+
+    PASSED = -1
     SEND = 0
     ENCODE = 1
     FREE = 2
@@ -40,7 +44,7 @@ class Orders:
         Storages that are made again, and the steps that do it, in order, as they run again.
     forward, backward
         What is done at a boundary of that part: before op ``i`` of it, or at its end. The values
-        are numbers of the trace, also those of other calls.
+        are numbers of the trace, also those of other calls, and the boundaries that are passed are.
     """
 
     held: Mapping[int, int] = field(default_factory=dict)
@@ -135,5 +139,6 @@ def _by_part(drawn: Drawn, due: list[tuple[int, Act, int]]) -> list[Acts]:
         if boundary == len(ops) or ops[boundary].phase is Phase.LOSS:
             at = boundary - 1
         part = bisect_right(drawn.starts, at) - 1
-        found[part].setdefault(boundary - drawn.starts[part], []).append((act, value))
+        acts = found[part].setdefault(boundary - drawn.starts[part], [(Act.PASSED, boundary)])
+        acts.append((act, value))
     return found

@@ -130,8 +130,9 @@ def _graph_of(
         for node in line.called.step.inputs:
             name = line.called.names[node]
             if name not in bound and name not in taken:
+                # The same run of another block, or of another plan, is the same graph by its names.
+                known[name] = graph.placeholder(f"taken{len(taken)}")
                 taken[name] = fake_value(node)
-                known[name] = graph.placeholder(name)
                 known[name].meta["val"] = taken[name]
         bound.update(line.binds)
     for line in run:

@@ -263,7 +263,7 @@ class Session:
             watched = Watched.begin(self._modules, self.device, tries=tries)
         if kind.counting is not None:
             counted = Counted(self._modules, self._hardware.allocator)
-        sample = self._monitor.begin(kind.level(recording=self._recording))
+        sample = self._monitor.begin(kind.level(recording=self._recording), paced=True)
         self._iteration = Iteration.of(kind, self._carrier, watched, counted, sample)
         return self._iteration
 

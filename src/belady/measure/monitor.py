@@ -20,6 +20,7 @@ from belady.ir.ops import Phase
 from belady.ir.timeline import Measured, Moved, TierPeak, Took
 from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
+from belady.memory.pace import Pace
 from belady.memory.tape import END, Tape
 
 Moment = torch.cuda.Event | float
@@ -37,6 +38,8 @@ class Sample:
     what stays on the device or is made again; 0 where nobody counts it.
     ``marks`` says when which phase began, after the FORWARD of ``begun``; ``now`` is the clock for
     them, None where they are not taken.
+    ``paced`` has the seconds of the ops between two boundaries, without waits, where an engine had
+    a ``pace`` taken.
     """
 
     begun: Moment
@@ -53,6 +56,14 @@ class Sample:
     number: int = 0
     marks: list[tuple[Phase, Moment]] = field(default_factory=list)
     now: Callable[[], Moment] | None = None
+    pace: Pace | None = None
+    paced: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def passed(self, boundary: int) -> None:
+        """The engine got control at a boundary."""
+        for events in (self.tape, self.pace):
+            if events is not None:
+                events.anchor(boundary)
 
     def mark(self, phase: Phase) -> None:
         """A phase begins, if it is another than the one under way."""
@@ -92,8 +103,8 @@ class Monitor:
     _retries: int = 0
     _level: int = field(default=0)
 
-    def begin(self, level: int) -> Sample:
-        """An iteration begins."""
+    def begin(self, level: int, *, paced: bool = False) -> Sample:
+        """An iteration begins; at level 1 its pace is taken, if the engine says where it is."""
         self._level = level
         tape = self.carrier.record() if level == 2 else None
         if level:
@@ -102,7 +113,8 @@ class Monitor:
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._retries = _retries(self.device)
-        return Sample(self._now(), tape=tape, now=self._now if level else None)
+        pace = self.carrier.pace() if paced and level == 1 else None
+        return Sample(self._now(), tape=tape, now=self._now if level else None, pace=pace)
 
     def end(self, sample: Sample) -> Sample:
         """It ended."""
@@ -138,6 +150,7 @@ class Monitor:
         )
         sample.stall_seconds = sum(carrier.collect_stalls().values())
         sample.moved = tuple(m for m in carrier.counters.values() if m.copies)
+        sample.paced = {} if sample.pace is None else sample.pace.seconds()
 
     def _now(self) -> Moment:
         if self.device.type != "cuda":

@@ -9,8 +9,9 @@ and verified again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from belady.ir.legality import check
 from belady.ir.plan import Plan, Workspace
@@ -60,6 +61,8 @@ class Progress:
         What the plan in force needs of managed memory.
     starved
         Whether the device ran out of memory in the last iteration.
+    clear
+        Lets the allocator begin again with what the plan in force needs, in one piece.
     """
 
     stage: Stage = Stage.WARM
@@ -72,6 +75,7 @@ class Progress:
     observed: int = 0
     claim: Claim | None = None
     starved: bool = False
+    clear: Callable[[], None] = lambda: None
 
     @property
     def watched(self) -> bool:
@@ -143,7 +147,8 @@ class Progress:
             before, self.claim = self.claim, carrier.paging.claim(blocks, managed)
             if before is not None:
                 before.close()
-        make_room(carrier.device, trial.room(verdict.peak_bytes) - managed)
+        self.clear = partial(make_room, carrier.device, trial.room(verdict.peak_bytes) - managed)
+        self.clear()
         self.trial, self.samples, self.peak_bytes, self.begun = trial, [], 0, False
         self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
 
@@ -165,6 +170,9 @@ class Progress:
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         if self.stage is Stage.SETTLING:
             if self.begun or not self._leaner:
+                # Libraries that tried algorithms have left memory in pieces that no later
+                # iteration has a use for.
+                self.clear()
                 self.stage = Stage.VERIFYING
             self.begun = True
         elif self.stage is Stage.VERIFYING:

@@ -19,6 +19,7 @@ from belady.measure.corrections import (
     with_host_of,
     with_issue_of,
     with_links_of,
+    with_pace_of,
     with_peak_of,
 )
 from belady.measure.margins import FILLING, Make, fits, suited, towards, with_settled
@@ -73,9 +74,17 @@ class Trial:
 def verified(trial: Trial, trace: Trace, measured: Measured, samples: Sequence[Sample]) -> Trial:
     """The trial with what was measured, on the machine as it showed itself."""
     hardware = with_issue_of(trial.hardware, trial.plan, samples) or trial.hardware
-    trace = with_host_of(trace, samples) or trace
+    trace = _as_run(trace, trial.plan, hardware, samples)
     hardware = with_links_of(trace, trial.plan, hardware, samples) or hardware
     return replace(trial, hardware=hardware, measured=measured)
+
+
+def _as_run(
+    trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
+) -> Trace:
+    """The trace with the times of ops as iterations under the plan show them."""
+    trace = with_host_of(trace, samples) or trace
+    return with_pace_of(trace, plan, hardware, samples) or trace
 
 
 class Verification:
@@ -183,7 +192,7 @@ class Verification:
         plan, hardware, measured = last.plan, last.hardware, last.measured
         if measured is None or len(tried) > _REPLANS:
             return trace, None
-        trace = with_host_of(trace, samples) or trace
+        trace = _as_run(trace, plan, hardware, samples)
         trace = with_device_of(trace, plan, hardware, samples) or trace
         predicted = simulate(trace, hardware, plan)
         # Of workspaces the trace can know more than when the plan was made.

@@ -12,6 +12,7 @@ from belady.ir.trace import Tier
 from belady.memory.disk import DiskStore
 from belady.memory.lanes import Lanes, lanes_for, resolve
 from belady.memory.meter import Meter
+from belady.memory.pace import Pace
 from belady.memory.paging import Paging, cuda_pool
 from belady.memory.parcels import Arrival, DirectParcel, HostParcel, Hub, Parcel
 from belady.memory.slab import HostArena
@@ -188,10 +189,15 @@ class Carrier:
         self._meter.tape = tape = Tape(self._lanes)
         return tape
 
+    def pace(self) -> Pace:
+        """Take down every wait from now on, if `measure_stalls`, and what the caller adds."""
+        self._meter.pace = pace = Pace(self._lanes)
+        return pace
+
     def stop_recording(self) -> None:
         """Take nothing down from now on. Idempotent."""
         self._lanes.timed = False
-        self._meter.tape = None
+        self._meter.tape = self._meter.pace = None
 
     def reset_counters(self) -> None:
         """Set counters and stalls to zero and peaks to what is held now."""

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from belady.ir.timeline import Lane, Moved
 from belady.memory.lanes import Lanes
+from belady.memory.pace import Pace
 from belady.memory.tape import Tape
 
 COPYING = (Lane.COPY_OUT, Lane.COPY_IN, Lane.DISK_WRITE, Lane.DISK_READ)
@@ -21,6 +22,8 @@ class Meter:
     ----------
     tape
         Takes down every event, where there is one.
+    pace
+        Takes down the waits, where there is one.
     """
 
     def __init__(self, lanes: Lanes, enabled: bool) -> None:
@@ -30,6 +33,7 @@ class Meter:
         self._stalls = dict.fromkeys(COPYING, 0.0)
         self._pending: list[tuple[Lane, object, object]] = []
         self.tape: Tape | None = None
+        self.pace: Pace | None = None
         self._lock = threading.Lock()
 
     def count(
@@ -53,6 +57,8 @@ class Meter:
         end = self._lanes.tick()
         if self.tape is not None:
             self.tape.waited(lane, label, (start, end))
+        if self.pace is not None:
+            self.pace.waited((start, end))
         with self._lock:
             self._pending.append((lane, start, end))
             if len(self._pending) > _MOST_PENDING:
