@@ -24,6 +24,8 @@ _RANGES = tuple(
 
 # Byte ``j`` of a word goes to its highest byte, shifted by ``j``; nothing else reaches that byte.
 _GATHERED = 0x0102040810204080
+# A byte goes to each byte of a word, of which byte ``j`` keeps bit ``j``.
+_SPREAD, _OWN_BIT = 0x0101010101010101, 0x8040201008040201 - 2**64
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -109,9 +111,7 @@ def decode(encoded: Encoded) -> torch.Tensor:
     Of signs come back 0, where an element was at most 0, and 1.
     """
     if encoded.codec in (BITS, SIGN):
-        table = _bits_of_bytes(encoded.data.device)
-        table = 1 - table if encoded.codec == SIGN else table
-        flat = _looked_up(encoded.data, encoded.span, table.to(encoded.dtype))
+        flat = _unpacked(encoded, torch.eq if encoded.codec == SIGN else torch.ne)
     else:
         flat = encoded.data.to(encoded.dtype)
     return flat.as_strided(encoded.shape, encoded.stride)
@@ -171,16 +171,12 @@ def _packed(
     return packed
 
 
-def _looked_up(packed: torch.Tensor, count: int, table: torch.Tensor) -> torch.Tensor:
-    """Row ``b`` of ``table`` for each byte ``b``, in a row: ``count`` elements."""
-    found = torch.empty((packed.numel(), 8), dtype=table.dtype, device=table.device)
+def _unpacked(encoded: Encoded, against_zero: Callable[..., object]) -> torch.Tensor:
+    """Whether each bit, ``against_zero``, holds: 0 or 1 of the tensor's type."""
+    packed = encoded.data
+    found = torch.empty(8 * packed.numel(), dtype=encoded.dtype, device=packed.device)
     for at in range(0, packed.numel(), PIECE // 8):
-        piece = packed[at : at + PIECE // 8].to(torch.int32)
-        torch.index_select(table, 0, piece, out=found[at : at + PIECE // 8])
-    return found.view(-1)[:count]
-
-
-def _bits_of_bytes(device: torch.device) -> torch.Tensor:
-    """Row ``b`` has the bits of byte ``b``, the lowest first."""
-    every = torch.arange(256, device=device).unsqueeze(1)
-    return every >> torch.arange(8, device=device) & 1
+        words = packed[at : at + PIECE // 8].to(torch.int64).mul_(_SPREAD).bitwise_and_(_OWN_BIT)
+        bits = words.view(torch.uint8)
+        against_zero(bits, 0, out=found[8 * at : 8 * at + bits.numel()])
+    return found[: encoded.span]
