@@ -18,10 +18,11 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A call of a step, and the names of its nodes."""
+    """A call of a step, the names of its nodes, and whether memory is scarce where it stands."""
 
     step: Step
     names: Mapping[fx.Node, str]
+    scarce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +77,18 @@ class Code:
         args += [f"{key}={self._argument(arg, names)}" for key, arg in node.kwargs.items()]
         return f"{self.constant(kernel_of(node.target), 'f')}({', '.join(args)})"
 
-    def step(self, step: Step, names: Mapping[fx.Node, str]) -> None:
+    def step(self, step: Step, names: Mapping[fx.Node, str], *, scarce: bool = False) -> None:
         """Append a call of a step.
 
         Parameters
         ----------
         names
             Of the nodes that it reads and makes.
+        scarce
+            Whether memory is.
         """
         call, reads = self.call(step, names), [names[it] for it in step.inputs]
-        called = Called(step, {it: names[it] for it in (*step.inputs, *step.made)})
+        called = Called(step, {it: names[it] for it in (*step.inputs, *step.made)}, scarce)
         if step.several:
             binds = [
                 f"_unused{place}" if it is None else names[it]

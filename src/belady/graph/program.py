@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 from belady.graph.code import Code, NodeNames
 from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
-from belady.graph.orders import AS_SAVED, Act, Orders
+from belady.graph.orders import AS_SAVED, Orders
 from belady.graph.replays import Replay, replays_of, shortcut_of
 from belady.graph.seams import read_in_run
 from belady.graph.segments import Fuse, fused
@@ -99,7 +99,7 @@ class _Writer:
         )
 
     def forward(self) -> Callable[..., Any]:
-        part = _Part(self, self._orders.forward, set())
+        part = _Part(self, 0, set())
         part.begin("args", self.joint.primals)
         for node in self.joint.primals:
             self._hold(part, [node])
@@ -160,7 +160,7 @@ class _Writer:
                 part.code.add(f"lay_{node.name} = {of}({shown})", [shown], [f"lay_{node.name}"])
 
     def backward(self) -> Callable[..., Any]:
-        part = _Part(self, self._orders.backward, self._recoverable())
+        part = _Part(self, 1, self._recoverable())
         moved = {node for nodes in self._held.values() for node in nodes}
         first = self._fuse and read_in_run(self.joint.backward, self._layout, part.acts, moved)
         names = [*(part.names[node] for node in self._kept), *self._handles()]
@@ -208,18 +208,15 @@ class _Writer:
 class _Part:
     """One of the two functions in the making."""
 
-    def __init__(
-        self,
-        writer: _Writer,
-        acts: Mapping[int, list[tuple[Act, int]]],
-        recoverable: set[fx.Node],
-    ) -> None:
+    def __init__(self, writer: _Writer, which: int, recoverable: set[fx.Node]) -> None:
+        orders = writer._orders
         self.code = Code()
         self.names = NodeNames(writer.joint, self.code)
         self.defined: set[fx.Node] = set(writer.joint.constants)
         self.begun: set[int] = set()
         self._writer = writer
-        self.acts = acts
+        self.acts = (orders.forward, orders.backward)[which]
+        self._scarce = orders.scarce[which]
         self._recoverable = recoverable
         self._op = 0
 
@@ -289,12 +286,12 @@ class _Part:
             for node in step.made:
                 target = node in replay.targets
                 names[node] = self.names[node] if target else f"again{replay.storage}_{node.name}"
-            self.code.step(step, names)
+            self.code.step(step, names, scarce=self._op - 1 in self._scarce)
             if self._writer.watched:
                 shown = [names[node] for node in step.made]
                 self.code.add(f"watch.seen(({''.join(name + ', ' for name in shown)}))", shown)
         self.defined.update(replay.targets)
 
     def _call(self, step: Step) -> None:
-        self.code.step(step, self.names)
+        self.code.step(step, self.names, scarce=self._op - 1 in self._scarce)
         self.defined.update(step.made)

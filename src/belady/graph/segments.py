@@ -14,12 +14,12 @@ from belady.graph.code import Called, Code, Line
 from belady.graph.doors import fake_value
 from belady.graph.joint import Step
 from belady.graph.layout import Layout
+from belady.graph.ops import is_fused, name_of
 from belady.graph.replays import FROM_STATISTICS, from_statistics, norm_again
 
 # Makes one callable of a graph and of its inputs as tensors without bytes; None: it cannot.
 Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[Any]] | None]
 
-_FEWEST = 2
 # What has no form without bytes, and in whose place a compiler gets something that has.
 _INSTEAD: dict[Any, Callable[..., Any]] = {FROM_STATISTICS: from_statistics}
 
@@ -35,8 +35,8 @@ def fused(code: Code, layout: Layout, fuse: Fuse) -> None:
     later = _read_later(code.lines)
     for start, stop in _runs(code.lines, layout):
         run = code.lines[start:stop]
-        works = [it for it in run if it.called is not None and layout.is_op(it.called.step)]
-        made = _replaced(code, run, layout, later[stop], fuse) if len(works) >= _FEWEST else None
+        gains = any(_is_made(it.called.step) for it in run if it.called is not None)
+        made = _replaced(code, run, layout, later[stop], fuse) if gains else None
         lines += run if made is None else made
     code.lines[:] = lines
 
@@ -53,8 +53,12 @@ def _runs(lines: Sequence[Line], layout: Layout) -> Iterator[tuple[int, int]]:
 
 
 def _fits(called: Called | None, layout: Layout) -> bool:
-    """Whether a line calls something that gives the same wherever it stands among others."""
-    if called is None:
+    """Whether a line calls something that gives the same wherever it stands among others.
+
+    Where memory is scarce calls of libraries stand alone: what is between two of them is a kernel
+    or two, while of a longer run a compiler may make values long before they are read.
+    """
+    if called is None or (called.scarce and not _is_made(called.step)):
         return False
     step = called.step
     known = {node.op for node in step.inputs}
@@ -63,6 +67,11 @@ def _fits(called: Called | None, layout: Layout) -> bool:
         and "get_attr" not in known
         and all(layout.is_here(node) for node in (*step.inputs, *step.made))
     )
+
+
+def _is_made(step: Step) -> bool:
+    """Whether a compiler makes the kernel of a step, instead of calling a library's."""
+    return step.node.target is norm_again or is_fused(name_of(step))
 
 
 def _is_plain(step: Step, layout: Layout) -> bool:

@@ -247,7 +247,9 @@ def test_where_the_input_is_not_saved_its_plane_is_not_known() -> None:
 def test_what_an_encoding_costs() -> None:
     assert passes(Encode("uint16", 20, 0, 1), 80) == Passes(100, 100, 0)
     # 1000 elements of two bytes each.
-    assert passes(Encode("sign", 125, 0, 1), 2000) == Passes(2000 + 6000 + 125, 2000 + 9000 + 125, 1000)
+    assert passes(Encode("sign", 125, 0, 1), 2000) == Passes(
+        2000 + 6000 + 125, 2000 + 9000 + 125, 1000
+    )
     big = Encode("bits", PIECE, 0, 1)
     assert passes(big, 8 * PIECE).scratch == PIECE
 

@@ -87,6 +87,21 @@ def test_every_plan_settles_anew() -> None:
     assert not kind.shows_beside
 
 
+@pytest.mark.parametrize(("leaner", "settles"), [(True, 2), (False, 1)])
+def test_memory_is_in_one_piece_again_when_a_plan_has_settled(leaner: bool, settles: int) -> None:
+    made = planned() if leaner else plan("floor", TRACE, HARDWARE, PLENTY)
+    cleared: list[Stage] = []
+    kind = Progress(Stage.SETTLING, Trial(made, HARDWARE, "vdnn_all"))
+    kind.clear = lambda: cleared.append(kind.stage)
+    for _ in range(settles):
+        assert cleared == []
+        kind.went_as_planned(SAMPLE)
+    kind.went_as_planned(SAMPLE)
+    # Before the first iteration that is verified, and never in one.
+    assert cleared == [Stage.SETTLING]
+    assert kind.samples == [SAMPLE]
+
+
 def test_another_plan_settles_once() -> None:
     made = plan("floor", TRACE, HARDWARE, PLENTY)
     kind = Progress(Stage.SETTLING, Trial(made, HARDWARE, "floor"))

@@ -1,0 +1,201 @@
+"""Runs of ops between movements as one call each: which ops, how often compiled, and how timed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import belady
+import tests.parity.graphs as graphs
+from belady.graph import inductor, program
+from belady.graph.ops import is_fused
+from belady.graph.orders import orders_of
+from belady.ir.hardware import Allocator
+from belady.ir.plan import Plan
+from belady.ir.residency import curve
+from belady.ir.trace import Trace
+from belady.measure.monitor import Sample
+from belady.measure.verification import Verification
+from tests.parity.graphs import PlannedHost, compiled
+from tests.parity.racing import hostile_carrier, random_plan
+from tests.support.models import Task
+from tests.support.training import Training, plain
+
+WIDTH, DEPTH, BATCH = 16, 4, 24
+Choose = Callable[[Trace], Plan]
+
+
+def blocks() -> nn.Module:
+    """The same block four times."""
+    torch.manual_seed(0)
+    block = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.GELU()]
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(DEPTH) for layer in block))
+
+
+def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(size, WIDTH, generator=generator)
+    return x, torch.randint(WIDTH, (size,), generator=generator)
+
+
+BLOCKS = Task("blocks", lambda: [blocks()], batch)
+
+
+def roomy(trace: Trace) -> Plan:
+    return replace(random_plan(trace, "threads", 3), predicted_peak_bytes=1 << 40)
+
+
+def tight(trace: Trace) -> Plan:
+    """The same plan where all of it is near its peak."""
+    return replace(roomy(trace), predicted_peak_bytes=0)
+
+
+def interpreted(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """What a compiler would make of a segment, with the kernels and bits of plain PyTorch."""
+    return lambda given: fx.Interpreter(module).boxed_run(given)
+
+
+class Segments:
+    """Stands for Inductor's compiler: keeps what it was asked to compile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.compiled = 0, list[fx.GraphModule]()
+        self._inductor = inductor.Inductor()
+        monkeypatch.setattr(inductor, "compiled", self._compile)
+        monkeypatch.setattr(graphs, "program_of", self._programs)
+
+    def _compile(self, module: fx.GraphModule, fakes: Sequence[Any]) -> Any:
+        self.compiled.append(module)
+        return interpreted(module)
+
+    def _fuse(self, module: fx.GraphModule, fakes: Sequence[Any]) -> Any:
+        self.asked += 1
+        return self._inductor.fuse(module, fakes)
+
+    def _programs(self, *given: Any) -> program.Program:
+        return program.program_of(*given, fuse=self._fuse)
+
+    @property
+    def names(self) -> list[list[str]]:
+        """Ops of each segment."""
+        return [
+            [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+            for module in self.compiled
+        ]
+
+
+def gradients(training: Training) -> list[Tensor]:
+    loss = training.loss(0, BATCH)
+    return [loss, *torch.autograd.grad(loss, list(training.models[0].parameters()))]
+
+
+def in_segments(choose: Choose) -> PlannedHost:
+    """An iteration under a plan, with the bits of plain PyTorch."""
+    expected, training = gradients(Training(BLOCKS)), Training(BLOCKS)
+    parameters = list(training.models[0].parameters())
+    carrier = hostile_carrier("threads")
+    host = PlannedHost(training.models, carrier, choose)
+    try:
+        with compiled(training, host):
+            loss = training.loss(0, BATCH)
+            found = [loss, *torch.autograd.grad(loss, parameters)]
+    finally:
+        carrier.close()
+    assert host.plans[0].decisions
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return host
+
+
+@pytest.mark.parametrize("choose", [roomy, tight])
+def test_segments_that_are_alike_are_compiled_once(
+    choose: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = Segments(monkeypatch)
+    in_segments(choose)
+    seen = [(module.code, *map(str, module.graph.nodes)) for module in segments.compiled]
+    assert 0 < len(seen) == len({*seen})
+    if choose is tight:
+        # What lies between two matrix products is in every block.
+        assert len(seen) < segments.asked - DEPTH
+
+
+def test_what_lies_otherwise_is_compiled_again() -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.tanh.default, (graph.placeholder("x"),)),))
+    module, made = fx.GraphModule({}, graph), inductor.Inductor()
+    asked: list[Any] = []
+    made._compiled = lambda module, fakes: asked.append(fakes)  # type: ignore[method-assign]
+    x = torch.zeros(4, 6)
+    for one in (x, x.clone(), x.t(), x[1:], x[1:].clone(), x.bool(), x.to("meta"), x):
+        made.fuse(module, [one])
+    assert len(asked) == 6
+
+
+def test_where_memory_is_scarce_calls_of_libraries_stand_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apart = Segments(monkeypatch)
+    in_segments(tight)
+    together = Segments(monkeypatch)
+    in_segments(roomy)
+    alone = [[name for name in names if "aten" in name] for names in apart.names]
+    assert alone
+    assert all(is_fused(name) for names in alone for name in names)
+    assert any(not is_fused(name) for names in together.names for name in names)
+    assert together.asked < apart.asked
+
+
+def test_memory_is_scarce_near_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    Segments(monkeypatch)
+    host = in_segments(roomy)
+    (drawn,), plan = host.drawn, host.plans[0]
+    held = curve(drawn.trace, plan, Allocator(1, 0.0, 0))
+    largest = max(it.nbytes for it in drawn.trace.storages if not it.persistent)
+    assert min(held) < max(held) - 2 * largest
+
+    def scarce(peak: int) -> list[int]:
+        (orders,) = orders_of(drawn, replace(plan, predicted_peak_bytes=peak))
+        return [
+            start + op
+            for start, ops in zip(drawn.starts, orders.scarce, strict=True)
+            for op in sorted(ops)
+        ]
+
+    near = scarce(max(held))
+    assert held.index(max(held)) in near
+    assert held.index(min(held)) not in near
+    assert scarce(max(held) + 2 * largest) == []
+    assert scarce(0) == [*range(len(held))]
+
+
+def test_iterations_that_are_verified_are_timed_between_movements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples: list[Sample] = []
+    better = Verification.better
+
+    def noted(self: Any, trace: Any, tried: Any, seen: Any, *more: Any) -> Any:
+        samples.extend(seen)
+        return better(self, trace, tried, seen, *more)
+
+    monkeypatch.setattr(Verification, "better", noted)
+    training = Training(BLOCKS)
+    with belady.virtualize(training.models, 16_000, engine="graph") as vm:
+        training.run(plain, range(6))
+    run = vm.run()
+    assert run is not None
+    assert run.plan.decisions
+    assert len(samples) >= 2
+    for sample in samples:
+        ends = list(sample.paced)
+        # From the first op to the last movement, without a gap.
+        assert ends[0][0] == 0
+        assert all(one[1] == two[0] for one, two in pairwise(ends))
+        assert len(ends) > 2
+        assert 0 < sum(sample.paced.values()) <= sample.seconds

@@ -1,0 +1,40 @@
+"""Seconds between boundaries, from ticks of a clock that is read by hand."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from belady.memory.lanes import Lanes
+from belady.memory.pace import Pace
+
+
+class Clock:
+    """Lanes whose ticks are what the test says that it is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def tick(self) -> object:
+        return self.now
+
+    def seconds(self, start: object, end: object) -> float:
+        return cast(float, end) - cast(float, start)
+
+
+def test_waits_are_no_part_of_what_ops_take() -> None:
+    clock = Clock()
+    pace = Pace(cast(Lanes, clock))
+    assert pace.seconds() == {}
+    pace.anchor(2)
+    assert pace.seconds() == {}
+    clock.now = 5.0
+    pace.waited((3.0, 4.5))
+    pace.anchor(7)
+    # Where several things are due at once, and where control comes back to a boundary behind.
+    clock.now = 6.0
+    pace.anchor(7)
+    pace.anchor(3)
+    clock.now = 8.0
+    pace.waited((7.0, 8.0))
+    pace.anchor(9)
+    assert pace.seconds() == {(2, 7): 3.5, (7, 9): 2.0}
