@@ -25,8 +25,8 @@ from belady.measure.monitor import Sample
 from belady.measure.verification import Verification
 from tests.parity.graphs import PlannedHost, compiled
 from tests.parity.racing import hostile_carrier, random_plan
-from tests.support.models import Task
-from tests.support.training import Training, plain
+from tests.support.models import CNN, Task
+from tests.support.training import Training, at_tight_budget, plain
 
 WIDTH, DEPTH, BATCH = 16, 4, 24
 Choose = Callable[[Trace], Plan]
@@ -185,12 +185,16 @@ def test_iterations_that_are_verified_are_timed_between_movements(
         return better(self, trace, tried, seen, *more)
 
     monkeypatch.setattr(Verification, "better", noted)
-    training = Training(BLOCKS)
-    with belady.virtualize(training.models, 16_000, engine="graph") as vm:
-        training.run(plain, range(6))
-    run = vm.run()
-    assert run is not None
-    assert run.plan.decisions
+
+    def train(budget: int) -> None:
+        training = Training(CNN)
+        with belady.virtualize(training.models, budget, engine="graph") as vm:
+            training.run(plain, range(6))
+        run = vm.run()
+        assert run is not None
+        assert run.plan.decisions
+
+    at_tight_budget(train)
     assert len(samples) >= 2
     for sample in samples:
         ends = list(sample.paced)
