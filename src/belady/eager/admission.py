@@ -18,16 +18,17 @@ from belady.measure.static import trained_bytes
 from belady.planners import smallest_budget
 from belady.sections.cutting import Cutting
 from belady.sections.gate import Gate
+from belady.sections.heads import Heads
 from belady.sections.losses import Losses
 from belady.units import format_bytes
 
-# What every loss of classes begins with.
-_LOSS = "_log_softmax"
-# What has losses in slices: the others do as their papers say.
+# What every loss of classes begins with, and what attention has where no fused kernel takes it.
+_LOSS, _MATRIX = "_log_softmax", "_safe_softmax"
+# What has losses and heads in slices: the others do as their papers say.
 _POLICIES = frozenset({"auto", "hybrid"})
 # Why modules are not in slices: of so many it is said.
 _REASONS = 3
-# The part of the budget from which on the logarithms of a loss matter.
+# The part of the budget from which on the logarithms of a loss matter, or a matrix of attention.
 _MATTERS = 64
 # What a loss holds at its peak, in bytes of half-precision outputs: the logarithms, their gradient
 # and that of the outputs, each in float32.
@@ -36,6 +37,11 @@ _LOSSES = (
     "cross_entropy runs in slices of rows, since all of its logarithms ({}) would be held from "
     "forward on, and twice in backward: results are the same"
 )
+_HEADS = (
+    "scaled_dot_product_attention runs in slices of heads where no fused kernel takes it, since "
+    "the matrix of all queries and keys of all heads ({}) would be held from forward on, and more "
+    "than once in backward: results can differ from plain PyTorch by rounding"
+)
 
 Call = tuple[Any, Any]
 
@@ -43,7 +49,7 @@ Call = tuple[Any, Any]
 class Admission:
     """Judges calls by their static traces, and changes what stands in the way.
 
-    First what changes no bit: losses in slices, the coordinated order. Then modules in slices.
+    First losses and attention in slices, and the coordinated order. Then modules in slices.
 
     Parameters
     ----------
@@ -62,7 +68,10 @@ class Admission:
         self._modules = modules
         self._cutting = Cutting(policy, hardware, device)
         self._ordering = Ordering(policy, hardware)
-        self._losses = Losses(device, policy.budget.device_bytes // _MATTERS)
+        matters = policy.budget.device_bytes // _MATTERS
+        self._losses = Losses(device, matters)
+        self._heads = Heads(device, matters, self._cutting.gate, modules)
+        self._heads_may = policy.name in _POLICIES and not policy.exact
         self._judged: Trace | None = None
 
     @property
@@ -73,8 +82,9 @@ class Admission:
     @property
     def said(self) -> tuple[str, ...]:
         """What a user should know of what was changed, one sentence each."""
-        losses = [_LOSSES.format(format_bytes(it)) for it in (self._losses.largest_bytes,) if it]
-        return (*losses, *self._ordering.said, *self._cutting.said)
+        both = (_LOSSES, self._losses.largest_bytes), (_HEADS, self._heads.largest_bytes)
+        slices = [sentence.format(format_bytes(largest)) for sentence, largest in both if largest]
+        return (*slices, *self._ordering.said, *self._cutting.said)
 
     @property
     def least_bytes(self) -> int:
@@ -82,9 +92,10 @@ class Admission:
         judged = self._judged
         return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
 
-    def is_cut(self, key: Key, module: torch.nn.Module) -> bool:
-        """Whether calls of a kind of root ``module`` run in slices."""
-        return self._cutting.is_cut(key, module)
+    def is_cut(self, passes: Sequence[Key], trace: Trace) -> bool:
+        """Whether modules, or attention, run in slices in an iteration, which was observed."""
+        modules = any(self._cutting.is_cut(key, self._modules[key[0]]) for key in passes)
+        return modules or (self._heads.largest_bytes > 0 and _has(trace, _MATRIX))
 
     def holds(self, key: Key, module: torch.nn.Module) -> bool:
         """Put in force what a call of a kind runs under; False if it must be judged first."""
@@ -104,7 +115,7 @@ class Admission:
         self._cutting.begin(key, module)
         self._ordering.begin(self._modules)
         try:
-            trace = self._judged = self._fitting(module, call)
+            trace = self._judged = self._fitting(key, module, call)
             refused = self._cutting.refusal(key)
             if refused is not None:
                 raise refused
@@ -116,7 +127,7 @@ class Admission:
             if refusal is None:
                 return
             with self._ordering.given_up(module):
-                if not self._cutting.cut(key, module, call):
+                if not self._cut(key, module, call):
                     for reason in self._cutting.refused[:_REASONS]:
                         refusal.add_note(f"not in slices: {reason}")
                     raise refusal from None
@@ -144,17 +155,42 @@ class Admission:
         self._cutting.close()
         self._ordering.close()
         self._losses.detach()
+        self._heads.detach()
 
-    def _fitting(self, module: torch.nn.Module, call: Call) -> Trace | None:
-        """The static trace of a call that can fit; losses are in slices from now on if need be."""
+    def _cut(self, key: Key, module: torch.nn.Module, call: Call) -> bool:
+        """Run modules in slices; attention as it is, for good, where its slices hinder that."""
+        if self._cutting.cut(key, module, call):
+            return True
+        if not self._heads.is_attached:
+            return False
+        self._heads.detach()
+        if self._cutting.cut(key, module, call):
+            self._heads_may, self._heads.largest_bytes = False, 0
+            return True
+        self._heads.attach()
+        return False
+
+    def _fitting(self, key: Key, module: torch.nn.Module, call: Call) -> Trace | None:
+        """The static trace of a call that can fit.
+
+        Losses and attention are in slices from now on if need be.
+        """
         trace = foreseen(module, call)
         if self._policy.name in _POLICIES and (trace is None or not self._can_keep_all(trace)):
             self._losses.attach()
-            if trace is not None and any(_LOSS in op.name for op in trace.ops):
+            if self._heads_may and (trace is None or _has(trace, _MATRIX)):
+                self._attach_heads(key, module)
+            if trace is not None and _has(trace, _LOSS, _MATRIX):
                 trace = foreseen(module, call)
         if trace is not None:
             refuse_infeasible(trace, self._hardware, self._policy)
         return trace
+
+    def _attach_heads(self, key: Key, module: torch.nn.Module) -> None:
+        if not self._heads.is_attached:
+            self._heads.attach()
+            # What was observed before has attention as it was.
+            self._cutting.forget_whole(key, module)
 
     def _can_keep_all(self, trace: Trace) -> bool:
         """Whether nothing need be done, with Adam's state and a loss in float32 of the outputs."""
@@ -164,3 +200,7 @@ class Admission:
         outputs = {trace.values[value].storage for value in read}
         given = sum(trace.storages[it].nbytes for it in outputs)
         return needed + 2 * trained_bytes(trace) + _OF_OUTPUTS * given <= budget.device_bytes
+
+
+def _has(trace: Trace, *names: str) -> bool:
+    return any(name in op.name for op in trace.ops for name in names)

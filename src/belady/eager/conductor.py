@@ -280,7 +280,7 @@ class Conductor:
                 self._forget(again)
                 return
             recipes = Recipes.of(watched.recorder, kind.varying)
-            if any(self._admission.is_cut(key, self._modules[key[0]]) for key in passes):
+            if self._admission.is_cut(passes, trace):
                 kind.numerics = ("sections",)
             try:
                 self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)

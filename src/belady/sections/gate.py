@@ -32,11 +32,19 @@ class Gate:
         if self._at is not None and self._at[1] == id(root):
             self._at = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether a pass of any root is under way on this thread, or what backward calls again."""
+        return _in_backward() or (self._at is not None and self._at[0] == threading.get_ident())
+
     def lets(self, root: int) -> bool:
         """Whether modules of the root of that id may run in slices."""
-        # In backward a user's checkpoint calls again what ran in forward.
-        in_backward = torch._C._current_graph_task_id() != -1
-        return in_backward or self._at == (threading.get_ident(), root)
+        return _in_backward() or self._at == (threading.get_ident(), root)
+
+
+def _in_backward() -> bool:
+    """Whether a user's checkpoint may call again what ran in forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def calls_under_way(module: torch.nn.Module) -> int:

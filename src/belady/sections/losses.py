@@ -8,34 +8,29 @@ to the kernel that makes it in plain PyTorch.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
-from belady.errors import SectionError
+from belady.sections.standing import Function, Standing, is_ordinary, saved
 
 # Numbers of `at::Reduction`.
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = _HALVES | {torch.float32, torch.float64}
-# Not those of AOTAutograd, which a compiler that plans memory itself has asked for.
-_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
 # Kernels read a row from where its bytes are aligned to 16 on: a slice begins so many rows after
 # the whole does that its rows are aligned as they were.
 _ROWS = 16
 # A slice of the logarithms is a part of all, but not less than what keeps a device busy.
 _PARTS, _LEAST_SLICE = 32, 16 << 20
 _IGNORED = -100
+_CHANGED = "logits or targets were changed in place after cross_entropy"
 
 
-class Losses:
+class Losses(Standing):
     """Stands in the place of `torch.nn.functional.cross_entropy`.
 
     Parameters
@@ -52,51 +47,26 @@ class Losses:
     """
 
     def __init__(self, device: torch.device, least_bytes: int) -> None:
+        super().__init__("cross_entropy")
         self.largest_bytes = 0
         self._device = device
         self._least_bytes = least_bytes
-        self._function: Callable[..., Tensor] | None = None
-        self._below: Callable[..., Tensor] = F.cross_entropy
 
-    def attach(self) -> None:
-        """Take the place, once."""
-        if self._function is not None:
-            return
-        plain = self._below = _in_use(F.cross_entropy)
-        # Whoever forgets to close what owns this leaves a function that only passes calls on.
-        owner = weakref.ref(self)
-
-        @functools.wraps(plain)
-        def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            losses = None if torch.compiler.is_compiling() else owner()
-            try:
-                call = _call(plain, *args, **kwargs)
-            except TypeError:  # the plain one says what is wrong
-                call = None
-            if losses is None or call is None or not losses._takes(input, target, call):
-                return plain(input, target, *args, **kwargs)
-            losses.largest_bytes = max(losses.largest_bytes, _logarithms_bytes(input))
-            loss: Tensor = _Rows.apply(input, target, call)  # type: ignore[no-untyped-call]
-            return loss
-
-        _STANDING[cross_entropy] = owner, plain
-        self._function = F.cross_entropy = cross_entropy
-
-    def detach(self) -> None:
-        """Give the place back; where another stands on it, only pass calls on from now on."""
-        function, self._function = self._function, None
-        if function is not None and F.cross_entropy is function:
-            F.cross_entropy = _in_use(self._below)
-
-    def stands(self, function: Callable[..., Tensor]) -> bool:
-        """Whether ``function`` is what stands in the place for this one."""
-        return self._function is function
+    def call(self, plain: Function, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss, in slices where that is worth it."""
+        try:
+            logits, target, call = _called(plain, *args, **kwargs)
+        except TypeError:  # the plain one says what is wrong
+            return plain(*args, **kwargs)
+        if call is None or not self._takes(logits, target, call):
+            return plain(*args, **kwargs)
+        self.largest_bytes = max(self.largest_bytes, _logarithms_bytes(logits))
+        loss: Tensor = _Rows.apply(logits, target, call)  # type: ignore[no-untyped-call]
+        return loss
 
     def _takes(self, logits: Tensor, target: Tensor, call: _Call) -> bool:
         return (
-            self._function is not None
-            and type(logits) in _TENSORS
-            and type(target) in _TENSORS
+            is_ordinary(logits, target)
             and logits.device.type == target.device.type == self._device.type
             and logits.dtype in _FLOATS
             and target.dtype is torch.int64
@@ -105,41 +75,14 @@ class Losses:
             and logits.requires_grad
             and torch.is_grad_enabled()
             and _logarithms_bytes(logits) >= self._least_bytes
-            and not torch._C._are_functorch_transforms_active()
-            and not _is_traced()
-            and forward_ad._current_level < 0
             and _are_classes(target, logits.shape[1], call.ignored)
         )
-
-
-# Whose each function that ever stood in the place is, and what was there before it.
-_STANDING: weakref.WeakKeyDictionary[
-    Callable[..., Tensor], tuple[weakref.ref[Losses], Callable[..., Tensor]]
-] = weakref.WeakKeyDictionary()
-
-
-def _in_use(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function``, or what it passes calls on to if it is nobody's any more."""
-    while function in _STANDING:
-        owner, below = _STANDING[function]
-        losses = owner()
-        if losses is not None and losses.stands(function):
-            break
-        function = below
-    return function
-
-
-def _is_traced() -> bool:
-    """Whether ops are written down for a graph, which is to have the plain one in it."""
-    proxies = torch._C._TorchDispatchModeKey.PROXY
-    tracing = torch._C._get_tracing_state() is not None
-    return tracing or torch._C._get_dispatch_mode(proxies) is not None
 
 
 class _Call(NamedTuple):
     """A call of ``plain`` with its options."""
 
-    plain: Callable[..., Tensor]
+    plain: Function
     ignored: int
     reduction: str
 
@@ -152,8 +95,15 @@ class _Call(NamedTuple):
         return self.plain(logits, target, ignore_index=self.ignored, reduction=self.reduction)
 
 
+def _called(
+    plain: Function, input: Tensor, target: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, _Call | None]:
+    """Logits, targets and what to do with them."""
+    return input, target, _call(plain, *args, **kwargs)
+
+
 def _call(
-    plain: Callable[..., Tensor],
+    plain: Function,
     weight: Tensor | None = None,
     size_average: bool | None = None,
     ignore_index: int = -100,
@@ -208,7 +158,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        logits, target, total = _saved(ctx)
+        logits, target, total = saved(ctx, _CHANGED, "logits")
         call: _Call = ctx.call
         with torch.autocast(ctx.kind, ctx.dtype, enabled=ctx.autocast):
             if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(gradient):
@@ -235,16 +185,3 @@ def _gradient(call: _Call, logits: Tensor, target: Tensor, each: Tensor) -> Tens
     with torch.enable_grad():
         losses = call.of_rows(logits.requires_grad_(), target)
     return torch.autograd.grad(losses, logits, each)[0]
-
-
-def _saved(ctx: Any) -> tuple[Tensor, ...]:
-    try:
-        saved: tuple[Tensor, ...] = ctx.saved_tensors
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        raise SectionError(
-            "logits or targets were changed in place after cross_entropy, whose backward needs "
-            f"them where memory is scarce: change a copy, as in logits.clone() ({error})"
-        ) from None
-    return saved
