@@ -17,9 +17,9 @@ import tests.parity.graphs as graphs
 from belady.graph import inductor, program
 from belady.graph.ops import is_fused
 from belady.graph.orders import orders_of
+from belady.ir.curves import curve
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Plan
-from belady.ir.residency import curve
+from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.measure.monitor import Sample
 from belady.measure.verification import Verification
@@ -53,7 +53,7 @@ def roomy(trace: Trace) -> Plan:
 
 def tight(trace: Trace) -> Plan:
     """The same plan where all of it is near its peak."""
-    return replace(roomy(trace), predicted_peak_bytes=0)
+    return replace(roomy(trace), predicted_peak_bytes=0, budget=Budget(1))
 
 
 def interpreted(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -125,16 +125,50 @@ def test_segments_that_are_alike_are_compiled_once(
         assert len(seen) < segments.asked - DEPTH
 
 
-def test_what_lies_otherwise_is_compiled_again() -> None:
+def test_what_lies_otherwise_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = fx.Graph()
     graph.output((graph.call_function(torch.ops.aten.tanh.default, (graph.placeholder("x"),)),))
     module, made = fx.GraphModule({}, graph), inductor.Inductor()
     asked: list[Any] = []
-    made._compiled = lambda module, fakes: asked.append(fakes)  # type: ignore[method-assign]
+    monkeypatch.setattr(inductor, "compiled", lambda module, fakes: asked.append(fakes))
     x = torch.zeros(4, 6)
     for one in (x, x.clone(), x.t(), x[1:], x[1:].clone(), x.bool(), x.to("meta"), x):
         made.fuse(module, [one])
     assert len(asked) == 6
+
+
+def test_what_runs_under_other_settings_is_compiled_again() -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.tanh.default, (graph.placeholder("x"),)),))
+    module, made, x = fx.GraphModule({}, graph), inductor.Inductor(), torch.zeros(4)
+    first = made.fuse(module, [x])
+    assert first is not None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert made.fuse(module, [x]) is not first
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made.fuse(module, [x]) is first
+
+
+def test_what_could_not_be_compiled_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    module, made, answers = fx.GraphModule({}, graph), inductor.Inductor(), [interpreted, None]
+
+    def compile_(*_: Any) -> Any:
+        answer = answers.pop()
+        if answer is None:
+            raise OSError("no space left on device")
+        return answer(module)
+
+    monkeypatch.setattr(inductor, "compiled", compile_)
+    assert made.fuse(module, [torch.zeros(4)]) is None
+    assert made.fuse(module, [torch.zeros(4)]) is not None
+    (note,) = made.notes
+    assert "no space left" in note
+    # What has no bytes to lie on is no reason to stop.
+    assert made.fuse(module, [None]) is None
 
 
 def test_where_memory_is_scarce_calls_of_libraries_stand_alone(
@@ -144,6 +178,10 @@ def test_where_memory_is_scarce_calls_of_libraries_stand_alone(
     in_segments(tight)
     together = Segments(monkeypatch)
     in_segments(roomy)
+    # A view beside a call of a library gives a compiler nothing to do.
+    assert all(
+        any(is_fused(name) and "aten.t." not in name for name in it) for it in together.names
+    )
     alone = [[name for name in names if "aten" in name] for names in apart.names]
     assert alone
     assert all(is_fused(name) for names in alone for name in names)
@@ -159,8 +197,9 @@ def test_memory_is_scarce_near_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -
     largest = max(it.nbytes for it in drawn.trace.storages if not it.persistent)
     assert min(held) < max(held) - 2 * largest
 
-    def scarce(peak: int) -> list[int]:
-        (orders,) = orders_of(drawn, replace(plan, predicted_peak_bytes=peak))
+    def scarce(peak: int, budget: int = 1) -> list[int]:
+        whole = replace(plan, predicted_peak_bytes=peak, budget=Budget(budget))
+        (orders,) = orders_of(drawn, whole)
         return [
             start + op
             for start, ops in zip(drawn.starts, orders.scarce, strict=True)
@@ -172,6 +211,9 @@ def test_memory_is_scarce_near_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -
     assert held.index(min(held)) not in near
     assert scarce(max(held) + 2 * largest) == []
     assert scarce(0) == [*range(len(held))]
+    # Of a budget that is far above the peak there is enough.
+    assert scarce(max(held), 10 * max(held)) == []
+    assert scarce(max(held), int(1.2 * max(held))) == near
 
 
 def test_iterations_that_are_verified_are_timed_between_movements(

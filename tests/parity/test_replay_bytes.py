@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from belady.ir.curves import curve
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Assignment, Budget, Keep, Plan, Recompute
 from belady.ir.replay import closure
-from belady.ir.residency import curve
 from belady.ir.scratch import replay_bytes
 from belady.ir.trace import Trace
 from belady.measure.recipes import Recipe

@@ -40,14 +40,11 @@ class Inductor:
 
     def fuse(self, module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
         """``module`` as fused kernels; None where there are none."""
-        key = module.code, tuple(_lies(fake) for fake in fakes)
-        if key not in self._known:
-            self._known[key] = self._compiled(module, fakes)
-        return self._known[key]
-
-    def _compiled(self, module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
         try:
-            return compiled(module, fakes)
+            key = module.code, tuple(_lies(fake) for fake in fakes), _settings()
+            if key not in self._known:
+                self._known[key] = compiled(module, fakes)
+            return self._known[key]
         except Exception as error:  # a compiler that is missing, a kernel that it cannot make
             said = str(error).strip().partition("\n")[0]
             note = f"Inductor could not compile a segment, which runs op by op: {said}"
@@ -73,6 +70,19 @@ def compiled(module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
         output.meta["user_visible_output_idxs"] = list(range(len(results)))
         kernel: Kernel = compile_fx_inner(traced, list(fakes))
     return kernel
+
+
+def _settings() -> Hashable:
+    """What kernels depend on beside their graph: what torch's own cache of them is asked by."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
 
 
 def _lies(tensor: torch.Tensor) -> Hashable:

@@ -11,9 +11,10 @@ from belady.errors import PlanMismatchError
 from belady.graph.joint import Step
 from belady.graph.parts import Drawn, ops_of
 from belady.graph.replays import again, shortcut_of
+from belady.ir.curves import curve
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Encode, Managed, Offload, Plan, Recompute
-from belady.ir.residency import curve, offload_boundaries
+from belady.ir.residency import offload_boundaries
 from belady.ir.trace import Phase
 
 
@@ -33,6 +34,8 @@ class Act(IntEnum):
 # What a compiler's order of many ops was seen to hold beyond that of the trace, in largest values:
 # 0.6 GiB where these have 392 MiB (ResNet-50 within 3 GiB).
 _BEYOND = 2
+# Of a budget that is used: what margins leave of it.
+_FILLED = 0.7
 _EXACT = Allocator(1, 0.0, 0)
 
 Acts = dict[int, list[tuple[Act, int]]]
@@ -52,7 +55,7 @@ class Orders:
         What is done at a boundary of that part: before op ``i`` of it, or at its end. The values
         are numbers of the trace, also those of other calls, and the boundaries that are passed are.
     scarce
-        Ops of both parts during which there is hardly memory for more than the plan counts.
+        Ops of both parts during which more may not fit than the plan counts.
     """
 
     held: Mapping[int, int] = field(default_factory=dict)
@@ -113,12 +116,16 @@ def orders_of(drawn: Drawn, plan: Plan) -> list[Orders]:
 
 
 def _scarce(drawn: Drawn, plan: Plan) -> list[set[int]]:
-    """Of each part, the ops that hold nearly as much as the plan does at its peak."""
+    """Of each part, the ops that hold nearly as much as the plan does at its peak.
+
+    A plan that leaves much of its budget has room for more everywhere.
+    """
     found: list[set[int]] = [set() for _ in drawn.parts]
     if plan.moves_nothing:
         return found
     moving = (it.nbytes for it in drawn.trace.storages if not it.persistent)
-    least = plan.predicted_peak_bytes - _BEYOND * max(moving, default=0)
+    peak = max(plan.predicted_peak_bytes, int(_FILLED * plan.budget.device_bytes))
+    least = peak - _BEYOND * max(moving, default=0)
     for op, nbytes in enumerate(curve(drawn.trace, plan, _EXACT)):
         if nbytes > least:
             part = bisect_right(drawn.starts, op) - 1
@@ -159,7 +166,11 @@ def _by_part(drawn: Drawn, due: list[tuple[int, Act, int]]) -> list[Acts]:
 
     What is due where the user's code runs, or at the very end, is done when the part before ends.
     """
+    # Its end is passed too: what runs between two parts is of no op of theirs.
+    lengths = [len(ops_of(part)) for part in drawn.parts] if due else []
     found: list[Acts] = [{} for _ in drawn.parts]
+    for acts, start, length in zip(found, drawn.starts, lengths, strict=False):
+        acts[length] = [(Act.PASSED, start + length)]
     ops = drawn.trace.ops
     # Sorting keeps the order of the plan among equals.
     for boundary, act, value in sorted(due, key=lambda it: it[:2]):
@@ -167,6 +178,6 @@ def _by_part(drawn: Drawn, due: list[tuple[int, Act, int]]) -> list[Acts]:
         if boundary == len(ops) or ops[boundary].phase is Phase.LOSS:
             at = boundary - 1
         part = bisect_right(drawn.starts, at) - 1
-        acts = found[part].setdefault(boundary - drawn.starts[part], [(Act.PASSED, boundary)])
-        acts.append((act, value))
+        passed = [(Act.PASSED, boundary)]
+        found[part].setdefault(boundary - drawn.starts[part], passed).append((act, value))
     return found

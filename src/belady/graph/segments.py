@@ -35,7 +35,8 @@ def fused(code: Code, layout: Layout, fuse: Fuse) -> None:
     later = _read_later(code.lines)
     for start, stop in _runs(code.lines, layout):
         run = code.lines[start:stop]
-        gains = any(_is_made(it.called.step) for it in run if it.called is not None)
+        steps = [it.called.step for it in run if it.called is not None]
+        gains = any(layout.is_op(step) and _is_made(step) for step in steps)
         made = _replaced(code, run, layout, later[stop], fuse) if gains else None
         lines += run if made is None else made
     code.lines[:] = lines

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from belady.errors import InfeasibleBudgetError, PlanMismatchError
+from belady.ir.curves import curve, tier_curve
 from belady.ir.encoding import encoding_of
 from belady.ir.hardware import HardwareProfile
 from belady.ir.margin import needed
 from belady.ir.plan import Budget, Encode, Managed, Offload, Plan, Recompute
 from belady.ir.replay import reasons
-from belady.ir.residency import away, curve, intervals, tier_curve
+from belady.ir.residency import away, intervals
 from belady.ir.trace import Tier, Trace
 
 

@@ -44,24 +44,29 @@ def reasons(trace: Trace, index: int, decisions: Mapping[int, Decision]) -> Iter
             yield f"{trace.locate(op)} cannot be replayed: it {why}", op
         if why := overwrites(trace, op, made):
             yield f"{trace.locate(op)} {why}", op
-        for source in trace.ops[op].replay.reads:
+        for source in trace.replays[op].reads:
             if source not in made:
                 why = unavailable(trace, source, index, decision.at) or _elsewhere(
                     trace, source, decision.at, decisions.get(source)
                 )
                 if why:
                     yield f"{trace.locate(op)} reads value {source}, which {why}", op
-        made.update(trace.ops[op].replay.writes)
+        made.update(trace.replays[op].writes)
 
 
-def sources(trace: Trace, decision: Recompute) -> list[int]:
+def sources(trace: Trace, decision: Recompute) -> tuple[int, ...]:
     """Values that a replay reads and does not write itself, in the order in which it reads them."""
-    made: set[int] = set()
-    found: dict[int, None] = {}
-    for op in decision.ops:
-        found |= dict.fromkeys(value for value in trace.ops[op].replay.reads if value not in made)
-        made.update(trace.ops[op].replay.writes)
-    return list(found)
+    key = sources, decision.ops
+    known: tuple[int, ...] | None = trace.worked_out.get(key)
+    if known is None:
+        made: set[int] = set()
+        found: dict[int, None] = {}
+        for op in decision.ops:
+            again = trace.replays[op]
+            found |= dict.fromkeys(value for value in again.reads if value not in made)
+            made.update(again.writes)
+        known = trace.worked_out[key] = tuple(found)
+    return known
 
 
 def refusals(trace: Trace, index: int, at: int) -> Iterator[Reason]:
@@ -106,10 +111,10 @@ def closure(
         if op < 0 or len(ops) == longest or irreproducible(trace, op):
             return None
         ops.add(op)
-        behind = {predecessor(trace, output) for output in trace.ops[op].replay.writes} - {None}
+        behind = {predecessor(trace, output) for output in trace.replays[op].writes} - {None}
         behind |= {
             source
-            for source in trace.ops[op].replay.reads
+            for source in trace.replays[op].reads
             if unavailable(trace, source, index, at)
             or not (trace.storages[trace.values[source].storage].persistent or usable(source))
         }
@@ -120,9 +125,10 @@ def closure(
 
 def seconds_of(trace: Trace, replay: Recompute) -> float:
     """Seconds that compute is busy with a replay; on a CPU it issues the ops as well."""
-    host = trace.device == "cpu"
-    ops = (trace.ops[op] for op in replay.ops)
-    return sum(op.replay.device_seconds + (op.host_seconds if host else 0.0) for op in ops)
+    seconds = sum(trace.replays[op].device_seconds for op in replay.ops)
+    if trace.device != "cpu":
+        return seconds
+    return seconds + sum(trace.ops[op].host_seconds for op in replay.ops)
 
 
 def irreproducible(trace: Trace, op: int) -> str:
@@ -145,7 +151,7 @@ def irreproducible(trace: Trace, op: int) -> str:
 
 def overwrites(trace: Trace, op: int, made: Container[int]) -> str:
     """Which content op ``op`` would overwrite that the replay did not make; empty if none."""
-    for output in trace.ops[op].replay.writes:
+    for output in trace.replays[op].writes:
         before = predecessor(trace, output)
         if before is not None and before not in made:
             return f"writes value {output} over bytes that the replay has not written"

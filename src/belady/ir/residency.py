@@ -8,13 +8,10 @@ decide only stalls.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from belady.ir.hardware import Allocator
 from belady.ir.plan import Decision, Encode, Managed, Offload, Plan, Recompute
-from belady.ir.scratch import scratch
 from belady.ir.trace import Tier, Trace, Value
 
 
@@ -70,8 +67,8 @@ def away(
         return max(value.first_save, released), decision.at
     if isinstance(decision, Encode):
         return max(decision.encode_at, released), decision.decode_at
-    stays = _stays(trace, value, decision.moves if isinstance(decision, Managed) else decision)
-    stay = next((stay for stay in stays if stay.out < stay.end), None)
+    found = stays(trace, value, decision.moves if isinstance(decision, Managed) else decision)
+    stay = next((stay for stay in found if stay.out < stay.end), None)
     if stay is None:
         return value.dropped, value.dropped
     return max(stay.free, released), stay.end if stay.back is None else stay.back
@@ -79,100 +76,30 @@ def away(
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     """Every span of bytes held in any tier under ``plan``."""
-    decisions = plan.decisions
-    # A storage none of whose values moves lives as it was traced.
-    kept = [storage.death for storage in trace.storages]
-    moved_storages = {trace.values[index].storage for index in decisions}
-    for index in moved_storages:
-        kept[index] = trace.storages[index].released
-    extra: list[Interval] = []
-    for index, value in enumerate(trace.values):
-        if value.storage not in moved_storages or not value.saves:
-            continue
-        until, moved = _where(trace, index, decisions.get(index))
-        kept[value.storage] = max(kept[value.storage], until)
-        extra += moved
+    kept, extra = moved_spans(trace, plan)
     originals = [
-        Interval(Tier.DEVICE, index, -1, storage.birth, kept[index], storage.nbytes)
-        for index, storage in enumerate(trace.storages)
+        Interval(Tier.DEVICE, i, -1, storage.birth, kept.get(i, storage.death), storage.nbytes)
+        for i, storage in enumerate(trace.storages)
     ]
     return originals + extra
 
 
-def curve(
-    trace: Trace, plan: Plan, allocator: Allocator, spans: Iterable[Interval] | None = None
-) -> list[int]:
-    """Device bytes held during each op, allocator rounding and workspace included.
+def moved_spans(trace: Trace, plan: Plan) -> tuple[dict[int, int], list[Interval]]:
+    """Ends of the storages of which a value moves, and the spans of what is moved.
 
-    What managed blocks need at most is held throughout, see `managed_room`.
-
-    Parameters
-    ----------
-    spans
-        What `intervals` gives for ``trace`` and ``plan``, if it is known already.
-
-    Raises
-    ------
-    PlanMismatchError
-        If the plan chooses an algorithm that its op does not have.
+    All others live as they were traced.
     """
-    spans = intervals(trace, plan) if spans is None else spans
-    held = tier_curve(spans, Tier.DEVICE, len(trace.ops), allocator)
-    needed = scratch(trace, plan, allocator)
-    room = managed_room(trace, plan, allocator)
-    return [have + more + room for have, more in zip(held, needed, strict=True)]
-
-
-def managed_room(trace: Trace, plan: Plan, allocator: Allocator) -> int:
-    """Most bytes that managed blocks have on the device at once.
-
-    They are set aside for the whole iteration: torch's allocator gives nothing that it has
-    reserved back to the device in the middle of one, so what is for blocks is never its own.
-
-    Of the blocks that go out and are waited for at one boundary there is one at a time.
-    """
-    length = len(trace.ops) + 1
-    early, taken, left, back, ended, passing = ([0] * (length + 1) for _ in range(6))
-    for index, decision in plan.decisions.items():
-        if not isinstance(decision, Managed):
-            continue
+    decisions = plan.decisions
+    storages = {trace.values[index].storage for index in decisions}
+    kept = {index: trace.storages[index].released for index in storages}
+    extra: list[Interval] = []
+    for index in sorted(value for storage in storages for value in trace.contents[storage]):
         value = trace.values[index]
-        nbytes = allocator.held(trace.storages[value.storage].nbytes)
-        beyond = reload_end(trace, value) - value.dropped
-        _, _, due = offload_boundaries(trace, decision.moves)
-        for stay in _stays(trace, value, decision.moves):
-            if stay.out >= stay.end:
-                continue
-            if decision.gone_by == decision.prefetch_out_at:
-                passing[stay.out] = max(passing[stay.out], nbytes)
-            else:
-                taken[stay.out] += nbytes
-                left[stay.free] += nbytes
-            if stay.back is not None:
-                # What was due before the engine got control comes first.
-                (early if due < stay.back else back)[stay.back] += nbytes
-                ended[stay.end + beyond] += nbytes
-    most = held = 0
-    # In the order in which it happens at a boundary.
-    for at in range(length):
-        held += early[at] + taken[at] - ended[at]
-        most = max(most, held + passing[at])
-        held += back[at] - left[at]
-        most = max(most, held)
-    return most
-
-
-def tier_curve(
-    spans: Iterable[Interval], tier: Tier, length: int, allocator: Allocator | None = None
-) -> list[int]:
-    """Bytes held in ``tier`` during each of ``length`` ops."""
-    change = [0] * (length + 1)
-    for where, _, _, start, end, asked, _ in spans:
-        if where is tier and start < end:
-            nbytes = allocator.held(asked) if allocator else asked
-            change[min(start, length)] += nbytes
-            change[min(end, length)] -= nbytes
-    return list(accumulate(change[:length]))
+        if value.saves:
+            until, moved = _where(trace, index, decisions.get(index))
+            kept[value.storage] = max(kept[value.storage], until)
+            extra += moved
+    return kept, extra
 
 
 def reload_end(trace: Trace, value: Value) -> int:
@@ -204,7 +131,7 @@ class _Stay(NamedTuple):
     back: int | None
 
 
-def _stays(trace: Trace, value: Value, decision: Offload) -> Iterator[_Stay]:
+def stays(trace: Trace, value: Value, decision: Offload) -> Iterator[_Stay]:
     """What the engine does, time by time: when the last save is dropped, it forgets the value."""
     due_out, due_free, due_back = offload_boundaries(trace, decision)
     due_back = next_anchor(trace, due_back)
@@ -256,7 +183,7 @@ def _offloaded(trace: Trace, index: int, decision: Offload) -> tuple[int, list[I
     beyond = reload_end(trace, value) - value.dropped
     moved = []
     until = 0
-    for stay in _stays(trace, value, decision):
+    for stay in stays(trace, value, decision):
         until = max(until, stay.free)
         moved.append(Interval(decision.tier, value.storage, index, stay.out, stay.end, nbytes))
         if stay.back is not None:
@@ -268,13 +195,13 @@ def _offloaded(trace: Trace, index: int, decision: Offload) -> tuple[int, list[I
 def _managed(trace: Trace, index: int, decision: Managed) -> tuple[int, list[Interval]]:
     value = trace.values[index]
     nbytes = trace.storages[value.storage].nbytes
-    stays = list(_stays(trace, value, decision.moves))
+    times = list(stays(trace, value, decision.moves))
     parked = [
         Interval(Tier.HOST, value.storage, index, stay.out, stay.end, nbytes, managed=True)
-        for stay in stays
+        for stay in times
         if stay.out < stay.end
     ]
-    return max(stay.out for stay in stays), parked
+    return max(stay.out for stay in times), parked
 
 
 def _encoded(trace: Trace, index: int, decision: Encode) -> tuple[int, list[Interval]]:

@@ -19,7 +19,10 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
     PlanMismatchError
         If the plan chooses an algorithm that its op does not have.
     """
-    held = [allocator.held(op.workspace_bytes) for op in trace.ops]
+    key = scratch, allocator.round_bytes
+    if key not in trace.worked_out:
+        trace.worked_out[key] = [allocator.held(op.workspace_bytes) for op in trace.ops]
+    held: list[int] = trace.worked_out[key].copy()
     for index, nbytes in chosen_workspaces(trace, plan).items():
         held[index] = allocator.held(nbytes)
     for value, decision in plan.decisions.items():
@@ -38,11 +41,16 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
 
 def replay_bytes(trace: Trace, index: int, decision: Recompute, allocator: Allocator) -> int:
     """Most bytes that a replay takes while it runs, beside those of the value."""
+    key = replay_bytes, index, decision.ops, allocator.round_bytes
+    known: int | None = trace.worked_out.get(key)
+    if known is not None:
+        return known
     most = held = 0
     for step in replay_steps(trace, index, decision, allocator):
         held += sum(nbytes for _, nbytes in step.taken)
         most = max(most, held + step.workspace)
         held -= sum(nbytes for _, nbytes in step.freed)
+    trace.worked_out[key] = most
     return most
 
 
@@ -71,7 +79,7 @@ def replay_steps(
     """What the replay of value ``index`` takes and gives back, op by op."""
     own, last, made = trace.values[index].storage, dict[int, int](), dict[int, int]()
     for place, op in enumerate(decision.ops):
-        again = trace.ops[op].replay
+        again = trace.replays[op]
         written = {trace.values[value].storage for value in again.writes}
         for storage in sorted(written):
             made.setdefault(storage, place)

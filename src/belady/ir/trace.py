@@ -8,9 +8,11 @@ every op ``i`` with ``birth <= i < death``.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from belady.ir.ops import Algorithm, Mode, Op, Phase, Replay
 
@@ -227,6 +229,16 @@ class Trace:
         That is so in a graph, and in an eager engine where it tries what may run again.
         """
         return any(op.replayable for op in self.ops)
+
+    @cached_property
+    def replays(self) -> tuple[Replay, ...]:
+        """What runs when each op is replayed."""
+        return tuple(op.replay for op in self.ops)
+
+    @cached_property
+    def worked_out(self) -> dict[Hashable, Any]:
+        """What follows from the trace and little else: planners ask for it a thousand times."""
+        return {}
 
     @cached_property
     def last_drops(self) -> dict[int, int]:

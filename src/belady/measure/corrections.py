@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from belady.ir.curves import curve
 from belady.ir.hardware import Allocator, HardwareProfile, Link
 from belady.ir.margin import moving_peak
 from belady.ir.plan import Encode, Offload, Plan, Recompute
-from belady.ir.residency import curve
 from belady.ir.scratch import scratch
-from belady.ir.timeline import Lane, Measured, Timeline
+from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Op, Phase, Tier, Trace
 from belady.measure.monitor import Sample
 from belady.simulate import simulate
@@ -31,8 +31,6 @@ _KERNELS_AGREE, _KERNELS_AT_MOST = 0.01, 0.3
 _MARGIN_STEP, _HALVED_AT_LEAST = 0.03, 0.08
 MARGIN_AT_LEAST = 0.05
 _EXACT = Allocator(1, 0.0, 0)
-# Ops that take less are corrected together with those after them, by that much at the most.
-_TOGETHER_S, _PACE_AGREES, _PACE_AT_MOST = 2e-4, 0.01, 4.0
 _LOSES = 1.01
 
 
@@ -149,37 +147,6 @@ def with_device_of(
         return None
     share = 1 - excess / busy
     return replace(trace, ops=tuple(faster(op, share) for op in trace.ops))
-
-
-def with_pace_of(
-    trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
-) -> Trace | None:
-    """The trace with device seconds as they are between the boundaries that an engine passed.
-
-    None if they agree, or where nobody took them. Of kernels that a compiler has fused no op has
-    seconds of its own, and what copies can hide under follows from when a boundary is passed.
-    """
-    paced = [sample.paced for sample in samples if sample.paced]
-    if trace.device == "cpu" or not paced:
-        return None
-    between = {ends: min(it[ends] for it in paced if ends in it) for it in paced for ends in it}
-    busy = [0.0] * len(trace.ops)
-    for span in simulate(trace, hardware, plan).spans:
-        if span.lane is Lane.COMPUTE and span.op < len(busy):
-            busy[span.op] += span.end_s - span.start_s
-    shares = [1.0] * len(trace.ops)
-    begun, took = min(between)[0], 0.0
-    for (_, stop), seconds in sorted(between.items()):
-        took += seconds
-        known = sum(busy[begun:stop])
-        if known >= _TOGETHER_S:
-            share = min(max(took / known, 1 / _PACE_AT_MOST), _PACE_AT_MOST)
-            shares[begun:stop] = [share] * (stop - begun)
-            begun, took = stop, 0.0
-    if all(abs(share - 1) < _PACE_AGREES for share in shares):
-        return None
-    ops = (faster(op, share) for op, share in zip(trace.ops, shares, strict=True))
-    return replace(trace, ops=tuple(ops))
 
 
 def faster(op: Op, share: float) -> Op:

@@ -2,7 +2,8 @@
 
 Level 0 takes two events an iteration and is on always. Level 1 also resets the allocator's peak
 statistics at the start of an iteration, times every wait and takes an event where a phase begins,
-two more in an iteration of one pass; it is on while a plan is verified.
+two more in an iteration of one pass, in one of graphs also at each boundary at which something is
+due; it is on while a plan is verified.
 Level 2 also takes down every copy, wait and anchor; it is on for an iteration when asked for, waits
 for the device first and takes some microseconds an anchor.
 """
@@ -150,7 +151,8 @@ class Monitor:
         )
         sample.stall_seconds = sum(carrier.collect_stalls().values())
         sample.moved = tuple(m for m in carrier.counters.values() if m.copies)
-        sample.paced = {} if sample.pace is None else sample.pace.seconds()
+        if sample.pace is not None:
+            sample.paced, sample.pace = sample.pace.seconds(), None
 
     def _now(self) -> Moment:
         if self.device.type != "cuda":

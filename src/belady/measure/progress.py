@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from belady.ir.curves import managed_room, tier_curve
 from belady.ir.legality import check
 from belady.ir.plan import Plan, Workspace
-from belady.ir.residency import intervals, managed_room, tier_curve
+from belady.ir.residency import intervals
 from belady.ir.run import Run
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier, Trace
@@ -35,6 +36,10 @@ from belady.simulate import simulate
 _DEVIATIONS = 2
 # Iterations observed of one kind before it is left at the floor.
 _OBSERVED = 12
+
+
+def _stay() -> None:
+    """Leave memory as it is."""
 
 
 @dataclass
@@ -62,7 +67,8 @@ class Progress:
     starved
         Whether the device ran out of memory in the last iteration.
     clear
-        Lets the allocator begin again with what the plan in force needs, in one piece.
+        Lets the allocator begin again with what the plan in force needs, in one piece; nothing
+        where the budget is far above that.
     """
 
     stage: Stage = Stage.WARM
@@ -75,7 +81,7 @@ class Progress:
     observed: int = 0
     claim: Claim | None = None
     starved: bool = False
-    clear: Callable[[], None] = lambda: None
+    clear: Callable[[], None] = _stay
 
     @property
     def watched(self) -> bool:
@@ -147,8 +153,9 @@ class Progress:
             before, self.claim = self.claim, carrier.paging.claim(blocks, managed)
             if before is not None:
                 before.close()
-        self.clear = partial(make_room, carrier.device, trial.room(verdict.peak_bytes) - managed)
-        self.clear()
+        room = trial.room(verdict.peak_bytes) - managed
+        make_room(carrier.device, room)
+        self.clear = partial(make_room, carrier.device, room) if room > 0 else _stay
         self.trial, self.samples, self.peak_bytes, self.begun = trial, [], 0, False
         self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
 

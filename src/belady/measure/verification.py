@@ -19,11 +19,11 @@ from belady.measure.corrections import (
     with_host_of,
     with_issue_of,
     with_links_of,
-    with_pace_of,
     with_peak_of,
 )
 from belady.measure.margins import FILLING, Make, fits, suited, towards, with_settled
 from belady.measure.monitor import Sample
+from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
 from belady.planners import plan as make_plan

@@ -27,7 +27,10 @@ class Pace:
         self._ticks.append((_WAIT, *ends))
 
     def seconds(self) -> dict[tuple[int, int], float]:
-        """Seconds of the ops between two boundaries, without waits; waits for the device."""
+        """Seconds of the ops between two boundaries, without waits; waits for the device.
+
+        What runs between two visits of one boundary, outside of what the engine runs, is of no op.
+        """
         found: dict[tuple[int, int], float] = {}
         if not self._ticks:
             return found
@@ -36,7 +39,9 @@ class Pace:
         for boundary, start, end in self._ticks[1:]:
             took += self._lanes.seconds(since, start)
             since = end
+            if boundary == _WAIT:
+                continue
             if boundary > begun:
                 found[begun, boundary] = took
-                begun, took = boundary, 0.0
+            begun, took = max(begun, boundary), 0.0
         return found

@@ -22,7 +22,7 @@ the destination             aside for blocks allows
 The driver evicts when more is managed than the device holds. No engine lets it come to that: it can
 hang a device, for all who use it. So what the driver would do is written into the plan, and carried
 out by explicit prefetch; the moments are those at which memory runs short, not the driver's own.
-Blocks have memory of their own (`belady.ir.residency.managed_room`), of which both policies ask for
+Blocks have memory of their own (`belady.ir.curves.managed_room`), of which both policies ask for
 no more than they use. Not expressed: F2M and M2F (input files), weights in managed memory.
 
 Source
@@ -49,9 +49,10 @@ from heapq import heappop, heappush
 import numpy as np
 
 from belady.errors import InfeasibleBudgetError
+from belady.ir.curves import curve, managed_room
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Managed, Plan
-from belady.ir.residency import curve, managed_room, next_anchor
+from belady.ir.residency import next_anchor
 from belady.ir.trace import Tier, Trace
 from belady.planners.base import Draft, assemble, attempt, finish
 from belady.planners.moves import Case, Schedule, movable, place, read_by, tier_for

@@ -16,11 +16,11 @@ from operator import itemgetter
 
 from belady.errors import PlanMismatchError
 from belady.ir.along import Dims, seen_along
+from belady.ir.curves import curve
 from belady.ir.finding import find
 from belady.ir.hardware import HardwareProfile
 from belady.ir.margin import needed
 from belady.ir.plan import Budget, Section
-from belady.ir.residency import curve
 from belady.ir.sections import apply
 from belady.ir.trace import Op, Trace
 from belady.planners.base import assemble

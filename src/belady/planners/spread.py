@@ -13,9 +13,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from belady.ir.curves import curve
 from belady.ir.margin import rooms
 from belady.ir.plan import Offload, Plan
-from belady.ir.residency import curve, offload_boundaries
+from belady.ir.residency import offload_boundaries
 from belady.ir.timeline import Lane, Timeline
 from belady.ir.trace import Tier, Trace
 from belady.planners.moves import Case

@@ -57,9 +57,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from belady.ir.curves import curve
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
-from belady.ir.residency import curve
 from belady.ir.trace import Trace
 from belady.planners.base import Draft, assemble, attempt, finish, fits
 from belady.planners.moves import Case, Schedule, offloads, read_by, select, tier_for

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from belady.ir.residency import intervals, tier_curve
+from belady.ir.curves import tier_curve
+from belady.ir.residency import intervals
 from belady.ir.run import Run
 from belady.ir.timeline import Lane, Measured, Span, Stall, Timeline
 from belady.ir.trace import Tier

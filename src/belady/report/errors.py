@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from belady.ir.curves import curve
 from belady.ir.margin import needed
-from belady.ir.residency import curve
 from belady.ir.run import Run
 from belady.ir.timeline import Lane
 from belady.ir.trace import Phase, Source, Tier

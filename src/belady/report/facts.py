@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from belady.ir.curves import curve, managed_room
 from belady.ir.margin import needed
 from belady.ir.plan import Encode, Managed, Offload, Plan, Workspace
-from belady.ir.residency import curve, intervals, managed_room
+from belady.ir.residency import intervals
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
 from belady.ir.trace import Phase, Source, StorageKind, Tier, Trace

@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 from operator import add, gt
 from typing import NamedTuple
 
-from belady.ir.residency import Interval, curve, intervals, managed_room, tier_curve
+from belady.ir.curves import curve, managed_room, tier_curve
+from belady.ir.residency import Interval, intervals
 from belady.ir.run import Run
 from belady.ir.trace import StorageKind, Tier
 from belady.report.html_axis import (

@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from belady.ir.residency import curve, intervals, tier_curve
+from belady.ir.curves import curve, tier_curve
+from belady.ir.residency import intervals
 from belady.ir.run import Run
 from belady.ir.timeline import Cause, Held, Lane, Measured, Timeline
 from belady.ir.trace import Tier, Trace

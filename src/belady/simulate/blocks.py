@@ -13,9 +13,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from belady.ir.curves import managed_room
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Plan, Recompute
-from belady.ir.residency import intervals, managed_room
+from belady.ir.residency import intervals
 from belady.ir.scratch import ReplayStep, chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 

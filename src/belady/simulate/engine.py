@@ -235,7 +235,7 @@ class _Issuer:
                 if source in self.copies:
                     self._wait(self.copies[source][-1], Cause.COPY_IN)
             host_s = sum(self.trace.ops[op].host_seconds for op in decision.ops)
-            seconds = sum(self.trace.ops[op].replay.device_seconds for op in decision.ops)
+            seconds = sum(self.trace.replays[op].device_seconds for op in decision.ops)
             self._work(boundary, host_s, seconds, value)
             self._pass_over(value, boundary)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from belady.ir.curves import curve, tier_curve
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan, Recompute
-from belady.ir.residency import curve, intervals, tier_curve
+from belady.ir.residency import intervals
 from belady.ir.timeline import Cause, Lane, Moved, Span, Stall, TierPeak, Timeline
 from belady.ir.trace import Tier, Trace
 from belady.simulate.lanes import Task

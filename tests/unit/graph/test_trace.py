@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from belady.ir.consistency import validate
+from belady.ir.curves import curve
 from belady.ir.files import dumps, loads
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget, Plan, Recompute
-from belady.ir.residency import curve
 from belady.ir.trace import Phase, Source, StorageKind, Trace
 from belady.measure.probe import probe
 from belady.memory.carrier import Carrier

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from belady.errors import InfeasibleBudgetError
+from belady.ir.curves import curve
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.legality import check
 from belady.ir.margin import moving_peak, needed, rooms
 from belady.ir.ops import Phase
 from belady.ir.plan import Budget
-from belady.ir.residency import curve
 from belady.ir.trace import Trace
 from belady.planners import plan, smallest_budget
 from belady.planners.moves import Case

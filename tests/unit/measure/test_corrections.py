@@ -5,14 +5,13 @@ import pytest
 from belady.ir.hardware import Allocator, Link
 from belady.ir.plan import Budget, Offload, Plan, Recompute
 from belady.ir.timeline import Measured, TierPeak
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Tier
 from belady.measure.corrections import (
     with_device_of,
     with_gap_of,
     with_host_of,
     with_issue_of,
     with_links_of,
-    with_pace_of,
     with_peak_of,
 )
 from belady.measure.monitor import Sample
@@ -220,45 +219,3 @@ def test_waits_that_were_not_foretold_are_of_slower_links_where_these_explain_th
     # No such links make an iteration wait for so long.
     longer = replace(timed(3 * truth.seconds), stall_seconds=2 * truth.seconds)
     assert with_links_of(trace, plan, gpu(), [longer]) is None
-
-
-def paced(*between: tuple[int, int, float]) -> Sample:
-    return replace(timed(9.0), paced={(start, stop): seconds for start, stop, seconds in between})
-
-
-def seconds_with(trace: Trace, plan: Plan, *samples: Sample) -> list[float]:
-    found = with_pace_of(trace, plan, gpu(), samples)
-    assert found is not None
-    return [op.device_seconds for op in found.ops]
-
-
-def test_kernels_take_what_they_took_between_the_same_boundaries() -> None:
-    # The faster of two iterations; what lies before and after is not known better.
-    samples = paced((1, 3, 1.0), (3, 4, 3.0)), paced((1, 3, 1.2), (3, 4, 2.0))
-    assert seconds_with(TRACE_FAST, EVERYTHING_KEPT, *samples) == [1.0, 0.5, 0.5, 2.0]
-    assert seconds_with(TRACE_FAST, EVERYTHING_KEPT, paced((0, 2, 1.0))) == [0.5, 0.5, 1.0, 1.0]
-    # A stretch says nothing of ops that would be many times as slow or as fast.
-    wild = paced((0, 2, 90.0), (2, 4, 0.01))
-    assert seconds_with(TRACE_FAST, EVERYTHING_KEPT, wild) == [4.0, 4.0, 0.25, 0.25]
-
-
-def test_what_is_made_again_takes_its_part_of_the_time() -> None:
-    made_again = plan_of(TRACE_FAST, Recompute((0,), 3))
-    assert simulate(TRACE_FAST, gpu(), made_again).seconds == 5.0
-    assert seconds_with(TRACE_FAST, made_again, paced((2, 4, 1.5))) == [1.0, 1.0, 0.5, 0.5]
-
-
-def test_what_takes_nearly_nothing_is_known_with_what_follows() -> None:
-    short = trace_of([1e-5, 1.0, 1.0])
-    plan = plan_of(short)
-    sample = paced((0, 1, 1e-4), (1, 2, 0.5), (2, 3, 1.0))
-    assert seconds_with(short, plan, sample) == pytest.approx([5e-6, 0.5, 1.0], rel=1e-3)
-
-
-@pytest.mark.parametrize("trace", [TRACE_FAST, replace(TRACE_FAST, device="cpu")])
-def test_a_pace_that_agrees_or_was_not_taken_changes_nothing(trace: Trace) -> None:
-    plan = plan_of(trace)
-    assert with_pace_of(trace, plan, gpu(), [timed(9.0)]) is None
-    assert with_pace_of(trace, plan, gpu(), [paced((0, 2, 2.01), (2, 4, 1.99))]) is None
-    changed = with_pace_of(trace, plan, gpu(), [paced((0, 4, 2.0))])
-    assert (changed is None) == (trace.device == "cpu")

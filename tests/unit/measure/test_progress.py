@@ -102,6 +102,20 @@ def test_memory_is_in_one_piece_again_when_a_plan_has_settled(leaner: bool, sett
     assert kind.samples == [SAMPLE]
 
 
+def test_memory_far_below_its_budget_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[int] = []
+    monkeypatch.setattr("belady.measure.progress.make_room", lambda _, room: rooms.append(room))
+    carrier = cast(Carrier, SimpleNamespace(device=torch.device("cpu"), reserve=lambda _: None))
+    for budget, cleared in ((PLENTY, 1), (Budget(2 * MIB), 2)):
+        made = replace(plan("floor", TRACE, HARDWARE, PLENTY), assignments=(), budget=budget)
+        kind = Progress(Stage.SETTLING)
+        rooms.clear()
+        kind.begin(Trial(made, HARDWARE, "floor"), TRACE, carrier)
+        kind.went_as_planned(SAMPLE)
+        assert len(rooms) == cleared
+        assert len({*rooms}) == 1
+
+
 def test_another_plan_settles_once() -> None:
     made = plan("floor", TRACE, HARDWARE, PLENTY)
     kind = Progress(Stage.SETTLING, Trial(made, HARDWARE, "floor"))

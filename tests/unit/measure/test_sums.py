@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import belady
+from belady.ir.curves import curve
 from belady.ir.files import validate
 from belady.ir.plan import Budget, Plan
-from belady.ir.residency import curve
 from belady.ir.trace import Phase, Tier, Trace
 from belady.measure.probe import CPU_ALLOCATOR
 from belady.measure.sums import in_place

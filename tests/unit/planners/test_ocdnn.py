@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from belady.errors import InfeasibleBudgetError
+from belady.ir.curves import managed_room
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget, Managed
-from belady.ir.residency import managed_room, next_anchor
+from belady.ir.residency import next_anchor
 from belady.ir.trace import Trace
 from belady.planners import plan, smallest_budget
 from belady.simulate import simulate

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from belady.ir.curves import curve
 from belady.ir.files import load, save, uncollected
 from belady.ir.plan import Assignment, Budget, Encode, Offload, Plan
-from belady.ir.residency import away, curve
+from belady.ir.residency import away
 from belady.ir.run import Run
 from belady.ir.timeline import Held, Lane, Span, Timeline
 from belady.ir.trace import Phase, Tier

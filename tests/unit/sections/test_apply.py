@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import PlanMismatchError
+from belady.ir.curves import curve
 from belady.ir.files import validate
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget, Plan, Section
-from belady.ir.residency import curve
 from belady.ir.sections import apply, names
 from belady.ir.trace import Trace
 from belady.measure.static import static_trace

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from belady.ir.curves import curve, tier_curve
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan, Recompute
-from belady.ir.residency import curve, intervals, tier_curve
+from belady.ir.residency import intervals
 from belady.ir.scratch import chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.simulate import blocks

@@ -1,0 +1,103 @@
+"""What ops take, from the time between boundaries that an engine has passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Plan
+from belady.ir.timeline import Cause, Lane
+from belady.ir.trace import Phase, Trace
+from belady.measure.corrections import faster
+from belady.measure.monitor import Sample
+from belady.simulate import simulate
+from belady.simulate.engine import kernel_seconds
+
+# Ops that take less are corrected together with those after them.
+_TOGETHER_S = 2e-4
+# What is too little to correct, of all kernels; and how many times as fast or slow ops can be.
+_AGREES, _AT_MOST = 0.01, 4.0
+
+
+class _Stretch(NamedTuple):
+    """Ops from one boundary to another, and the seconds that they took."""
+
+    start: int
+    stop: int
+    seconds: float
+
+
+class _Work:
+    """What is predicted to go on at each op: its kernels, others, and a device without work."""
+
+    def __init__(self, trace: Trace, hardware: HardwareProfile, plan: Plan) -> None:
+        predicted = simulate(trace, hardware, plan)
+        self.ops = trace.ops
+        self._own = kernel_seconds(trace, plan)
+        self._beside, self._idle = [-own for own in self._own], [0.0] * len(trace.ops)
+        for span in predicted.spans:
+            if span.lane is Lane.COMPUTE and span.op < len(trace.ops):
+                self._beside[span.op] += span.end_s - span.start_s
+        for stall in predicted.stalls:
+            if stall.cause is Cause.HOST and stall.op < len(trace.ops):
+                self._idle[stall.op] += stall.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of all ops' own kernels."""
+        return sum(self._own)
+
+    def own(self, it: _Stretch) -> float:
+        """Seconds of the ops' own kernels in a stretch."""
+        return sum(self._own[it.start : it.stop])
+
+    def others(self, it: _Stretch) -> float:
+        """Seconds of what is made again or encoded there, or in which the host is late."""
+        return sum(self._beside[it.start : it.stop]) + sum(self._idle[it.start : it.stop])
+
+    def is_outside(self, it: _Stretch) -> bool:
+        """Whether it is what runs between graphs, of which nothing is known from watching."""
+        return all(op.phase is Phase.LOSS for op in self.ops[it.start : it.stop])
+
+
+def with_pace_of(
+    trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
+) -> Trace | None:
+    """The trace with device seconds as they are between the boundaries that an engine passed.
+
+    None if they agree, or where nobody took them. Of kernels that a compiler has fused no op has
+    seconds of its own, and what copies can hide under follows from when a boundary is passed.
+    """
+    paced = [sample.paced for sample in samples if sample.paced]
+    if trace.device == "cpu" or not paced:
+        return None
+    shared = set(paced[0]).intersection(*paced[1:])
+    work, ops, off = _Work(trace, hardware, plan), list(trace.ops), 0.0
+    for it in _stretches({ends: min(each[ends] for each in paced) for ends in shared}, work):
+        own, left = work.own(it), it.seconds - work.others(it)
+        if work.is_outside(it):
+            one = left / (it.stop - it.start)
+            found = [replace(op, device_seconds=one) for op in ops[it.start : it.stop]]
+        elif own > 0 and left > 0:
+            share = min(max(left / own, 1 / _AT_MOST), _AT_MOST)
+            found = [faster(op, share) for op in ops[it.start : it.stop]]
+        else:
+            continue
+        off += abs(left - own)
+        ops[it.start : it.stop] = found
+    return replace(trace, ops=tuple(ops)) if off > _AGREES * work.seconds else None
+
+
+def _stretches(between: Mapping[tuple[int, int], float], work: _Work) -> list[_Stretch]:
+    """Stretches long enough to be told apart; short ones are one with what follows."""
+    found: list[_Stretch] = []
+    for ends, seconds in sorted(between.items()):
+        it, last = _Stretch(*ends, seconds), found[-1] if found else None
+        short = last is not None and not work.is_outside(last) and work.own(last) < _TOGETHER_S
+        if last is not None and short and last.stop == it.start and not work.is_outside(it):
+            found[-1] = _Stretch(last.start, it.stop, last.seconds + it.seconds)
+        else:
+            found.append(it)
+    return [it for it in found if work.is_outside(it) or work.own(it) >= _TOGETHER_S]

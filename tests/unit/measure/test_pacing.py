@@ -1,0 +1,91 @@
+"""Ops are corrected by the time between boundaries that an engine passed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from belady.ir.plan import Plan, Recompute
+from belady.ir.timeline import Cause
+from belady.ir.trace import Phase, Trace
+from belady.measure.monitor import Sample
+from belady.measure.pacing import with_pace_of
+from belady.simulate import simulate
+from tests.unit.simulate.cases import gpu, plan_of, trace_of
+
+FOUR = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3)])
+KEPT = plan_of(FOUR)
+
+
+def paced(*between: tuple[int, int, float]) -> Sample:
+    return Sample(0.0, 9.0, paced={(start, stop): seconds for start, stop, seconds in between})
+
+
+def seconds_with(trace: Trace, plan: Plan, *samples: Sample) -> list[float]:
+    """Of each op, which another look at the same samples leaves as they are."""
+    found = with_pace_of(trace, plan, gpu(), samples)
+    assert found is not None
+    assert with_pace_of(found, plan, gpu(), samples) is None
+    return [op.device_seconds for op in found.ops]
+
+
+def test_kernels_take_what_they_took_between_the_same_boundaries() -> None:
+    # The faster of two iterations; what lies before and after is not known better.
+    samples = paced((1, 3, 1.0), (3, 4, 3.0)), paced((1, 3, 1.2), (3, 4, 2.0))
+    assert seconds_with(FOUR, KEPT, *samples) == [1.0, 0.5, 0.5, 2.0]
+    assert seconds_with(FOUR, KEPT, paced((0, 2, 1.0))) == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_a_stretch_makes_no_op_many_times_as_slow_or_fast() -> None:
+    found = with_pace_of(FOUR, KEPT, gpu(), [paced((0, 2, 90.0), (2, 4, 0.01))])
+    assert found is not None
+    assert [op.device_seconds for op in found.ops] == [4.0, 4.0, 0.25, 0.25]
+
+
+def test_what_not_all_iterations_passed_says_nothing() -> None:
+    samples = paced((0, 2, 1.0), (2, 4, 1.0)), paced((0, 2, 1.0), (2, 3, 9.0), (3, 4, 9.0))
+    assert seconds_with(FOUR, KEPT, *samples) == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_what_is_made_again_is_no_part_of_the_ops_that_ask_for_it() -> None:
+    made_again = plan_of(FOUR, Recompute((0,), 3))
+    assert simulate(FOUR, gpu(), made_again).seconds == 5.0
+    assert seconds_with(FOUR, made_again, paced((2, 4, 2.0))) == [1.0, 1.0, 0.5, 0.5]
+    # No less than nothing is left for them.
+    assert with_pace_of(FOUR, made_again, gpu(), [paced((2, 4, 1.0))]) is None
+
+
+def test_a_device_without_work_is_no_slow_kernel() -> None:
+    late = trace_of([0.25] * 4, host_s=1.0)
+    plan = plan_of(late)
+    predicted = simulate(late, gpu(), plan)
+    assert {stall.cause for stall in predicted.stalls} == {Cause.HOST}
+    assert with_pace_of(late, plan, gpu(), [paced((0, 2, 2.25), (2, 4, 2.0))]) is None
+
+
+def test_what_runs_between_graphs_is_known_from_then_on() -> None:
+    ops = trace_of([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]).ops
+    trace = replace(FOUR, ops=(*ops[:3], replace(ops[3], phase=Phase.LOSS), *ops[4:]))
+    plan = plan_of(trace)
+    apart = paced((0, 3, 3.0), (3, 4, 3.0), (4, 5, 1.0), (5, 6, 1.0))
+    assert seconds_with(trace, plan, apart) == [1.0, 1.0, 1.0, 3.0, 1.0, 1.0]
+
+
+def test_what_takes_nearly_nothing_is_known_with_what_follows() -> None:
+    short = trace_of([1e-5, 1.0, 1.0])
+    sample = paced((0, 1, 1e-4), (1, 2, 0.5), (2, 3, 1.0))
+    assert seconds_with(short, plan_of(short), sample) == pytest.approx([5e-6, 0.5, 1.0], rel=1e-3)
+    # Not with what follows something else.
+    apart = paced((0, 1, 1e-4), (2, 3, 0.5))
+    assert seconds_with(short, plan_of(short), apart) == [1e-5, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("trace", [FOUR, replace(FOUR, device="cpu")])
+def test_a_pace_that_agrees_or_was_not_taken_changes_nothing(trace: Trace) -> None:
+    plan = plan_of(trace)
+    assert with_pace_of(trace, plan, gpu(), [Sample(0.0, 9.0)]) is None
+    # One op of many is no reason to plan anew.
+    assert with_pace_of(trace, plan, gpu(), [paced((0, 1, 1.03), (1, 4, 3.0))]) is None
+    changed = with_pace_of(trace, plan, gpu(), [paced((0, 4, 2.0))])
+    assert (changed is None) == (trace.device == "cpu")
