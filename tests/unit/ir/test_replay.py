@@ -76,7 +76,7 @@ def test_a_replay_from_saved_values_and_parameters_is_legal() -> None:
     assert refused(trace) == []
     weight, source = trace.ops[2].reads[1], of(trace, 1)
     assert trace.storages[trace.values[weight].storage].kind is StorageKind.PARAMETER
-    assert sources(trace, AGAIN) == [source, weight]
+    assert sources(trace, AGAIN) == (source, weight)
     assert sources(trace, Recompute((1, 2), 6))[0] == of(trace, 0)
 
 
