@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -315,6 +316,77 @@ def test_what_is_not_cut_keeps_every_bit(attention: Callable[[], nn.Module]) -> 
     assert not any("heads" in note for note in run.notes)
     expected = Training(of).run(plain, ITERATIONS)
     assert all(map(torch.equal, training.losses, expected.losses))
+
+
+def test_a_root_that_comes_second_is_judged_when_it_was_observed() -> None:
+    def chain() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(WIDTH, WIDTH), Reader([Layer(Attention, WIDTH)], torch.float32)]
+
+    def gradients(models: list[nn.Module]) -> list[Tensor]:
+        x = torch.randn(1, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+        for model in models:
+            model.zero_grad()
+        models[1](models[0](x)).square().sum().backward()
+        found = [it.grad for model in models for it in model.parameters()]
+        assert all(it is not None for it in found)
+        return [it for it in found if it is not None]
+
+    models, budget = chain(), int(0.7 * smallest(task(layers=1)).smallest_bytes)
+    with belady.virtualize(models, budget) as vm:
+        for _ in ITERATIONS:
+            found = gradients(models)
+        run = vm.run()
+    assert run is not None
+    assert run.plan.numerics == ("sections",)
+    for one, other in zip(found, gradients(chain()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_kinds_without_slices_have_every_bit() -> None:
+    of, few = task(), task(length=16)
+    training, short = Training(of), Training(few)
+    short.models, short.optimizers = training.models, training.optimizers
+    with belady.virtualize(training.models, int(0.4 * smallest(of).smallest_bytes)) as vm:
+        training.run(plain, ITERATIONS)
+        assert (run := vm.run()) is not None
+        assert run.plan.numerics == ("sections",)
+        short.run(plain, ITERATIONS)
+        assert (run := vm.run()) is not None
+        assert run.plan.numerics == ()
+
+
+@pytest.mark.parametrize("attention", [Attention, Checkpointed])
+def test_what_others_run_is_as_it_was(attention: Callable[[], nn.Module]) -> None:
+    of = task(attention)
+    budget = int(0.4 * smallest(of).smallest_bytes)
+    training, unmanaged, exact = Training(of), Training(of), Training(of)
+    expected = Training(of).run(plain, ITERATIONS)
+    with belady.virtualize(training.models, budget):
+        training.run(plain, range(2))
+        assert F.scaled_dot_product_attention is not PLAIN
+        unmanaged.run(plain, ITERATIONS)
+        with belady.virtualize(exact.models, "1GiB", exact=True) as vm:
+            exact.run(plain, ITERATIONS)
+            assert (run := vm.run()) is not None
+    assert run.plan.numerics == ()
+    for it in (unmanaged, exact):
+        assert all(map(torch.equal, it.losses, expected.losses))
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"policy": "floor"}], ids=str)
+def test_another_budget_is_judged_by_what_will_run(options: dict[str, Any]) -> None:
+    of = task()
+    budget = int(0.4 * smallest(of).smallest_bytes)
+    training, refused, also = Training(of), Training(of), Training(of)
+    with belady.virtualize(training.models, budget):
+        training.run(plain, range(2))
+        vm = belady.virtualize(refused.models, budget, **options)
+        with vm, pytest.raises(InfeasibleBudgetError, match="softmax"):
+            refused.loss(0)
+        with belady.virtualize(also.models, budget):
+            also.run(plain, ITERATIONS)
+    assert_alike(also, Training(of).run(plain, ITERATIONS), 1e-5)
 
 
 def test_where_everything_fits_nothing_changes() -> None:

@@ -72,6 +72,7 @@ class Admission:
         self._losses = Losses(device, matters)
         self._heads = Heads(device, matters, self._cutting.gate, modules)
         self._heads_may = policy.name in _POLICIES and not policy.exact
+        self._calls = 0
         self._judged: Trace | None = None
 
     @property
@@ -92,10 +93,14 @@ class Admission:
         judged = self._judged
         return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
 
-    def is_cut(self, passes: Sequence[Key], trace: Trace) -> bool:
-        """Whether modules, or attention, run in slices in an iteration, which was observed."""
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._calls = self._heads.calls
+
+    def is_cut(self, passes: Sequence[Key]) -> bool:
+        """Whether modules, or attention, ran in slices in an iteration, which is over."""
         modules = any(self._cutting.is_cut(key, self._modules[key[0]]) for key in passes)
-        return modules or (self._heads.largest_bytes > 0 and _has(trace, _MATRIX))
+        return modules or self._heads.calls > self._calls
 
     def holds(self, key: Key, module: torch.nn.Module) -> bool:
         """Put in force what a call of a kind runs under; False if it must be judged first."""
@@ -111,6 +116,10 @@ class Admission:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
+        with self._heads.tracing():
+            self._admit(key, module, call)
+
+    def _admit(self, key: Key, module: torch.nn.Module, call: Call) -> None:
         in_slices = module in self._cutting
         self._cutting.begin(key, module)
         self._ordering.begin(self._modules)
@@ -144,10 +153,15 @@ class Admission:
         self, passes: Sequence[Key], trace: Trace, error: InfeasibleBudgetError
     ) -> int | None:
         """The root that is cut from now on, as it was observed whole and refused for it."""
-        for root in dict.fromkeys(key[0] for key in passes):
-            keys = [key for key in passes if key[0] == root]
-            if self._cutting.too_large(self._modules[root], keys, trace, error):
-                return int(root)
+        if self._heads_may and not self._heads.is_attached and _has(trace, _MATRIX):
+            # Of a root that was not the first of its iteration no call was judged.
+            self._attach_heads(passes)
+            return int(passes[0][0])
+        with self._heads.tracing():
+            for root in dict.fromkeys(key[0] for key in passes):
+                keys = [key for key in passes if key[0] == root]
+                if self._cutting.too_large(self._modules[root], keys, trace, error):
+                    return int(root)
         return None
 
     def close(self) -> None:
@@ -179,18 +193,19 @@ class Admission:
         if self._policy.name in _POLICIES and (trace is None or not self._can_keep_all(trace)):
             self._losses.attach()
             if self._heads_may and (trace is None or _has(trace, _MATRIX)):
-                self._attach_heads(key, module)
+                self._attach_heads([key])
             if trace is not None and _has(trace, _LOSS, _MATRIX):
                 trace = foreseen(module, call)
         if trace is not None:
             refuse_infeasible(trace, self._hardware, self._policy)
         return trace
 
-    def _attach_heads(self, key: Key, module: torch.nn.Module) -> None:
+    def _attach_heads(self, passes: Sequence[Key]) -> None:
         if not self._heads.is_attached:
             self._heads.attach()
             # What was observed before has attention as it was.
-            self._cutting.forget_whole(key, module)
+            for key in passes:
+                self._cutting.forget_whole(key, self._modules[key[0]])
 
     def _can_keep_all(self, trace: Trace) -> bool:
         """Whether nothing need be done, with Adam's state and a loss in float32 of the outputs."""

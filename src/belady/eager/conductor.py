@@ -126,6 +126,7 @@ class Conductor:
         ReplayError
             If an iteration before has used a wrong replay.
         """
+        self._admission.begin()
         if key in self._kinds and not self._admission.holds(key, module):
             self._kinds.pop(key).forget()
         kind = self._kinds.get(key)
@@ -280,7 +281,7 @@ class Conductor:
                 self._forget(again)
                 return
             recipes = Recipes.of(watched.recorder, kind.varying)
-            if self._admission.is_cut(passes, trace):
+            if self._admission.is_cut(passes):
                 kind.numerics = ("sections",)
             try:
                 self._planning.plan(kind, undisturbed(trace, kind.warm), recipes)

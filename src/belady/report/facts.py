@@ -170,7 +170,7 @@ def peak_place(run: Run) -> str:
 def held_at_peak(run: Run) -> list[tuple[str, int]]:
     """Bytes held at the predicted peak by kind, most first."""
     trace, at = run.trace, run.predicted.peak_op
-    held: Counter[str] = Counter()
+    held = Counter[str]()
     for span in intervals(trace, run.plan):
         if span.tier is Tier.DEVICE and span.start <= at < span.end:
             name = trace.storages[span.storage].kind.value
@@ -183,8 +183,7 @@ def held_at_peak(run: Run) -> list[tuple[str, int]]:
 def groups(run: Run) -> list[Group]:
     """The saved values by decision, most values first."""
     trace, plan = run.trace, run.plan
-    counts: Counter[str] = Counter()
-    storages: dict[str, set[int]] = {}
+    counts, storages = Counter[str](), dict[str, set[int]]()
     for value in trace.saved:
         name = decision_name(plan, value)
         counts[name] += 1

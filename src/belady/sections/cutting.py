@@ -129,7 +129,7 @@ class Cutting:
 
     def forget_whole(self, key: Key, module: nn.Module) -> None:
         """Judge all other kinds of calls anew that run whole: the order of their layers is gone."""
-        known = self._known[module]
+        known = self._known.get(module, {})
         self._known[module] = {it: known[it] for it in known if it == key or known[it].sections}
 
     def cut(self, key: Key, module: nn.Module, call: Call) -> bool:

@@ -33,16 +33,16 @@ class Gate:
             self._at = None
 
     @property
-    def is_ours(self) -> bool:
-        """Whether a pass of any root is under way on this thread, or what backward calls again."""
-        return _in_backward() or (self._at is not None and self._at[0] == threading.get_ident())
+    def is_here(self) -> bool:
+        """Whether a pass of any root is under way on this thread."""
+        return self._at is not None and self._at[0] == threading.get_ident()
 
     def lets(self, root: int) -> bool:
         """Whether modules of the root of that id may run in slices."""
-        return _in_backward() or self._at == (threading.get_ident(), root)
+        return in_backward() or self._at == (threading.get_ident(), root)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether a user's checkpoint may call again what ran in forward."""
     return torch._C._current_graph_task_id() != -1
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from belady.sections.gate import Gate, calls_under_way
+from belady.sections.gate import Gate, calls_under_way, in_backward
 from belady.sections.headwise import HALVES, Options, attend, slices_of
 from belady.sections.standing import Function, Standing, is_faked, is_ordinary
 
@@ -46,13 +47,16 @@ class Heads(Standing):
     ----------
     largest_bytes
         Of all matrices that were made in slices so far.
+    calls
+        How many were.
     """
 
     def __init__(
         self, device: torch.device, least_bytes: int, gate: Gate, roots: Sequence[torch.nn.Module]
     ) -> None:
         super().__init__("scaled_dot_product_attention")
-        self.largest_bytes = 0
+        self.largest_bytes = self.calls = 0
+        self._traces = False
         self._device = device
         self._least_bytes = least_bytes
         self._gate, self._roots = gate, roots
@@ -68,7 +72,9 @@ class Heads(Standing):
         *samples, heads, _, _ = tensors.query.shape
         one = tensors.matrix_bytes // math.prod(samples)
         cut = slices_of(samples, heads, tensors.key.shape[-3], one)
-        self.largest_bytes = max(self.largest_bytes, tensors.matrix_bytes)
+        if not is_faked(tensors.query):
+            self.largest_bytes = max(self.largest_bytes, tensors.matrix_bytes)
+            self.calls += 1
         return attend(options, cut, tensors.cast())
 
     def _takes(self, options: Options, tensors: _Tensors) -> bool:
@@ -83,16 +89,43 @@ class Heads(Standing):
         )
 
     def _is_judged(self, query: Tensor) -> bool:
-        """Whether a call belongs to one of a root, to what is traced before it, or to a checkpoint.
+        """Whether a call belongs to one of a root, or to what is traced before it.
 
-        A checkpoint calls again in backward, where it does not show whose it is; and it wants the
-        same saved tensors as before. So all that it calls is judged alike.
+        A checkpoint calls again in backward, where no pass is under way, and wants the same saved
+        tensors as before. So what it calls is judged by what is the same both times: the modules
+        between it and the call.
         """
-        if is_faked(query) or self._gate.is_ours:
+        if is_faked(query):
+            return self._traces
+        in_checkpoint, by_module = self._caller()
+        if in_checkpoint or in_backward():
+            return by_module
+        if self._gate.is_here:
             return True
-        if torch.is_grad_enabled():
-            return _in_checkpoint()
-        return any(map(calls_under_way, self._roots))
+        return not torch.is_grad_enabled() and any(map(calls_under_way, self._roots))
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """What is traced meanwhile is of the roots."""
+        self._traces = True
+        try:
+            yield
+        finally:
+            self._traces = False
+
+    def _caller(self) -> tuple[bool, bool]:
+        """Whether a checkpoint has called, and whether a module of a root has, inside of it."""
+        frame, by_module = sys._getframe(), False
+        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                return True, by_module
+            by_module = by_module or self._owns(frame.f_locals.get("self"))
+        return False, by_module
+
+    def _owns(self, caller: object) -> bool:
+        if not isinstance(caller, torch.nn.Module):
+            return False
+        return any(module is caller for root in self._roots for module in root.modules())
 
 
 def _called(
@@ -142,7 +175,8 @@ class _Tensors(NamedTuple):
         query, key, value, mask = self
         present = _present(self)
         strided = all(it.layout is torch.strided and not it.is_nested for it in present)
-        if not strided or query.dim() < 3 or len({it.device for it in present}) > 1:
+        alike = len({it.device for it in present}) == len({it.dim() for it in self[:3]}) == 1
+        if not strided or not alike or query.dim() < 3 or not query.shape[-1]:
             return False
         (*samples, heads, _, width), (*others, groups, _, same) = query.shape, key.shape
         shared = heads == groups or (options.grouped and groups > 0 and heads % groups == 0)
@@ -156,7 +190,7 @@ class _Tensors(NamedTuple):
         whole = (*self.query.shape[:-1], self.key.shape[-2])
         alike = zip(reversed(mask.shape), reversed(whole), strict=False)
         spread = all(size in (1, full) for size, full in alike)
-        known = mask.dtype is torch.bool or mask.is_floating_point()
+        known = _seen_dtype(mask) in (torch.bool, torch.float32, self.dtype)
         return known and spread and 2 <= mask.dim() <= len(whole) and not options.causal
 
     def need_matrix(self, options: Options) -> bool:
@@ -200,21 +234,21 @@ class _Like(Tensor):
     @staticmethod
     def of(tensor: Tensor) -> Tensor:
         """Also of one that a mode has put in the place of one on a device."""
+        dtype = _seen_dtype(tensor)
         like: Tensor = Tensor._make_wrapper_subclass(
             _Like,
             tensor.shape,
-            strides=tensor.stride(),
-            dtype=_seen_dtype(tensor),
+            # What autocast casts, it lays out anew.
+            strides=tensor.stride() if tensor.dtype is dtype else _dense(tensor),
+            dtype=dtype,
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
         return like
 
 
-def _in_checkpoint() -> bool:
-    """Whether a user's checkpoint is on this thread's stack."""
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-    return False
+def _dense(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a copy."""
+    with torch._C._DisableTorchDispatch():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        return like.clone().stride()
