@@ -41,7 +41,7 @@ class Pace:
             since = end
             if boundary == _WAIT:
                 continue
-            if boundary > begun:
+            if boundary > begun >= 0:
                 found[begun, boundary] = took
             begun, took = max(begun, boundary), 0.0
         return found

@@ -25,6 +25,8 @@ def test_waits_are_no_part_of_what_ops_take() -> None:
     clock = Clock()
     pace = Pace(cast(Lanes, clock))
     assert pace.seconds() == {}
+    # Before the engine says where it is, nothing is known.
+    pace.waited((-2.0, -1.0))
     pace.anchor(2)
     assert pace.seconds() == {}
     clock.now = 5.0
