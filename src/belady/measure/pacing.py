@@ -78,6 +78,7 @@ def with_pace_of(
     for it in _stretches({ends: min(each[ends] for each in paced) for ends in shared}, work):
         own, left = work.own(it), it.seconds - work.others(it)
         if work.is_outside(it):
+            left = max(left, 0.0)
             one = left / (it.stop - it.start)
             found = [replace(op, device_seconds=one) for op in ops[it.start : it.stop]]
         elif own > 0 and left > 0:

@@ -57,7 +57,11 @@ def plan(
     """
     if policy not in POLICIES:
         raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
-    return POLICIES[policy](trace, hardware, budget, exact=exact)
+    try:
+        return POLICIES[policy](trace, hardware, budget, exact=exact)
+    finally:
+        # Only planners ask so often, and a trace is kept for as long as a program trains.
+        trace.worked_out.clear()
 
 
 def smallest_budget(

@@ -70,6 +70,11 @@ def test_what_runs_between_graphs_is_known_from_then_on() -> None:
     plan = plan_of(trace)
     apart = paced((0, 3, 3.0), (3, 4, 3.0), (4, 5, 1.0), (5, 6, 1.0))
     assert seconds_with(trace, plan, apart) == [1.0, 1.0, 1.0, 3.0, 1.0, 1.0]
+    # What is made again at its boundary runs before it is passed.
+    made_again = plan_of(replace(trace, values=FOUR.values), Recompute((0,), 3))
+    found = with_pace_of(trace, made_again, gpu(), [paced((0, 3, 9.0), (3, 4, 0.5))])
+    assert found is not None
+    assert found.ops[3].device_seconds == 0.0
 
 
 def test_what_takes_nearly_nothing_is_known_with_what_follows() -> None:
