@@ -143,12 +143,17 @@ def test_what_runs_under_other_settings_is_compiled_again(monkeypatch: pytest.Mo
     graph.output((graph.call_function(torch.ops.aten.tanh.default, (graph.placeholder("x"),)),))
     module, made, x = fx.GraphModule({}, graph), inductor.Inductor(), torch.zeros(4)
     first = made.fuse(module, [x])
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(not before)
+    before, matmul = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul
+    precision = matmul.fp32_precision
     try:
-        assert made.fuse(module, [x]) is not first
+        torch.use_deterministic_algorithms(not before)
+        second = made.fuse(module, [x])
+        # Without the old way to ask for it, which may not be asked then.
+        matmul.fp32_precision = "tf32"
+        assert len({first, second, made.fuse(module, [x])}) == 3
     finally:
         torch.use_deterministic_algorithms(before)
+        matmul.fp32_precision = precision
     assert made.fuse(module, [x]) is first
 
 

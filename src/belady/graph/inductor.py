@@ -79,7 +79,7 @@ def _settings() -> Hashable:
         torch.are_deterministic_algorithms_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
+        matmul.fp32_precision,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
     )
