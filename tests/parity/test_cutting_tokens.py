@@ -17,7 +17,7 @@ from belady.ir.run import Run
 from belady.ir.trace import Tier
 from tests.support import training as steps
 from tests.support.models import Task
-from tests.support.training import SAMPLES, Step, Training, footprint, plain
+from tests.support.training import SAMPLES, Step, Training, footprint, plain, smallest
 
 WIDTH, HEADS, LENGTH, WORDS, LAYERS = 16, 2, 384, 11, 2
 # Slices that did not do are cut anew, which is watched again.
@@ -112,14 +112,6 @@ def task(
         return tokens[:, :-1], tokens[:, 1:]
 
     return Task("language", lambda: [prepare(Language(layer, dtype))], batch, loss_of)
-
-
-def smallest(of: Task, step: Step = plain) -> InfeasibleBudgetError:
-    training = Training(of)
-    vm = belady.virtualize(training.models, 1 << 10, policy="floor")
-    with vm, pytest.raises(InfeasibleBudgetError) as caught:
-        step(training, 0)
-    return caught.value
 
 
 def trained(of: Task, share: float, step: Step = plain) -> tuple[Training, Training, Run]:

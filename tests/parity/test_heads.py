@@ -22,7 +22,7 @@ from belady.sections import headwise
 from belady.sections.heads import Heads
 from tests.support import training as steps
 from tests.support.models import Task
-from tests.support.training import SAMPLES, Step, Training, footprint, plain
+from tests.support.training import SAMPLES, Step, Training, footprint, plain, smallest
 
 WIDTH, HEADS, LENGTH, CLASSES, LAYERS = 32, 8, 128, 5, 2
 MATRIX = HEADS * LENGTH * LENGTH
@@ -128,15 +128,6 @@ def task(
         return F.cross_entropy(result.float(), target)
 
     return Task("reader", models, batch, loss)
-
-
-def smallest(of: Task, step: Step = plain) -> InfeasibleBudgetError:
-    """What is refused where everything moves that may."""
-    training = Training(of)
-    vm = belady.virtualize(training.models, 1 << 10, policy="floor")
-    with vm, pytest.raises(InfeasibleBudgetError) as caught:
-        step(training, 0)
-    return caught.value
 
 
 def trained(

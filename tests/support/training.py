@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.modules.module as module_hooks
@@ -154,6 +155,15 @@ def plain(training: Training, index: int) -> list[Tensor]:
     training.optimizer.step()
     training.optimizer.zero_grad()
     return [loss]
+
+
+def smallest(of: Task, step: Step = plain) -> InfeasibleBudgetError:
+    """What is refused where everything moves that may."""
+    training = Training(of)
+    vm = belady.virtualize(training.models, 1 << 10, policy="floor")
+    with vm, pytest.raises(InfeasibleBudgetError) as caught:
+        step(training, 0)
+    return caught.value
 
 
 def adversarial(training: Training, index: int) -> list[Tensor]:

@@ -97,9 +97,10 @@ class Heads(Standing):
         """
         if is_faked(query):
             return self._traces
-        in_checkpoint, by_module = self._caller()
+        in_checkpoint, callers = _callers()
         if in_checkpoint or in_backward():
-            return by_module
+            ours = {id(module) for root in self._roots for module in root.modules()}
+            return not ours.isdisjoint(map(id, callers))
         if self._gate.is_here:
             return True
         return not torch.is_grad_enabled() and any(map(calls_under_way, self._roots))
@@ -112,20 +113,6 @@ class Heads(Standing):
             yield
         finally:
             self._traces = False
-
-    def _caller(self) -> tuple[bool, bool]:
-        """Whether a checkpoint has called, and whether a module of a root has, inside of it."""
-        frame, by_module = sys._getframe(), False
-        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                return True, by_module
-            by_module = by_module or self._owns(frame.f_locals.get("self"))
-        return False, by_module
-
-    def _owns(self, caller: object) -> bool:
-        if not isinstance(caller, torch.nn.Module):
-            return False
-        return any(module is caller for root in self._roots for module in root.modules())
 
 
 def _called(
@@ -245,6 +232,16 @@ class _Like(Tensor):
             requires_grad=tensor.requires_grad,
         )
         return like
+
+
+def _callers() -> tuple[bool, list[object]]:
+    """Whether a checkpoint has called, and whose methods are on the stack inside of it."""
+    frame, found = sys._getframe(), list[object]()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True, found
+        found.append(frame.f_locals.get("self"))
+    return False, found
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
