@@ -14,7 +14,6 @@ from belady.eager.admission import Admission, Call
 from belady.eager.immediate import Immediate, leaving
 from belady.eager.iteration import Iteration
 from belady.eager.kinds import Kind, Planning
-from belady.eager.lasting import Gradients, settle_state
 from belady.eager.replay import Recipes
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
@@ -34,6 +33,7 @@ from belady.measure.trials import Trials
 from belady.memory.algorithms import available
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
+from belady.memory.lasting import Gradients, settle_state
 from belady.planners.moves import MIN_BYTES
 
 # Policies that may ask convolutions for less workspace, and the part of the budget from which on it

@@ -13,6 +13,9 @@ from belady.memory.contents import Moved, Packed
 from belady.memory.geometry import Geometry
 from belady.memory.witness import demand_unchanged, witness
 
+# Gives a gradient the memory that it shall have: itself, or a copy.
+Place = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Content:
     """Bytes that leave the device, or are encoded there, and come back: `Moved` or `Packed`.
@@ -70,7 +73,7 @@ class Contents:
 
     Only weakly held here, since a value lives as long as the state that holds it: copies of a
     graph that was thrown away are not made. ``landing`` is told of device bytes taken, and
-    ``passed`` of boundaries at which something is done.
+    ``passed`` of boundaries at which something is done; ``place`` gives a gradient its place.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class Contents:
         decisions: Mapping[int, Decision],
         landing: Callable[[tuple[torch.Tensor | None, ...]], None] | None = None,
         passed: Callable[[int], None] = lambda boundary: None,
+        place: Place | None = None,
     ) -> None:
         self._carrier = carrier
         self._decisions = decisions
         self._landing = landing
         self.passed = passed
+        self.place: Place = place or (lambda gradient: gradient)
         self._live: dict[int, weakref.ref[Content]] = {}
 
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:

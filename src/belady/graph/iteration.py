@@ -56,7 +56,8 @@ class Iteration:
         contents = None
         if kind.force is not None:
             landing = None if counted is None else counted.seen
-            contents = Contents(carrier, kind.force.plan.decisions, landing, sample.passed)
+            decisions, place = kind.force.plan.decisions, kind.force.place
+            contents = Contents(carrier, decisions, landing, sample.passed, place)
         return cls(kind, contents, watched, counted, sample)
 
     @property

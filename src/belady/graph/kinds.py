@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from belady.graph.capture import Captured
+from belady.graph.contents import Place
 from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
@@ -26,11 +27,18 @@ Order = tuple[tuple[int, bool], ...]
 
 @dataclass(frozen=True)
 class Force:
-    """A plan ready to be carried out: the program of each call."""
+    """A plan ready to be carried out: the program of each call.
+
+    Attributes
+    ----------
+    place
+        Gives large gradients their place; None where they stay among activations.
+    """
 
     plan: Plan
     drawn: Drawn
     programs: tuple[Program, ...]
+    place: Place | None = None
 
     @classmethod
     def of(
@@ -41,9 +49,10 @@ class Force:
         *,
         watched: bool = False,
         fuse: Fuse | None = None,
+        place: Place | None = None,
     ) -> Force:
         """Generate the programs of a plan; one that moves nothing has those of plain PyTorch."""
-        orders = orders_of(drawn, plan)
+        orders = orders_of(drawn, plan, gradients_apart=place is not None)
         programs = []
         for graph, order in zip(graphs, orders, strict=True):
             if graph.joint is None:
@@ -60,7 +69,7 @@ class Force:
                     fuse=fuse,
                 )
             )
-        return cls(plan, drawn, tuple(programs))
+        return cls(plan, drawn, tuple(programs), place)
 
 
 @dataclass

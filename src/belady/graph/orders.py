@@ -7,9 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from torch import fx
+
 from belady.errors import PlanMismatchError
 from belady.graph.joint import Step
 from belady.graph.parts import Drawn, ops_of
+from belady.graph.placing import gradients_of
 from belady.graph.replays import again, shortcut_of
 from belady.ir.curves import curve
 from belady.ir.hardware import Allocator
@@ -56,6 +59,8 @@ class Orders:
         are numbers of the trace, also those of other calls, and the boundaries that are passed are.
     scarce
         Ops of both parts during which more may not fit than the plan counts.
+    apart
+        What backward makes of gradients that have memory of their own.
     """
 
     held: Mapping[int, int] = field(default_factory=dict)
@@ -63,13 +68,19 @@ class Orders:
     forward: Mapping[int, list[tuple[Act, int]]] = field(default_factory=dict)
     backward: Mapping[int, list[tuple[Act, int]]] = field(default_factory=dict)
     scarce: tuple[Collection[int], Collection[int]] = ((), ())
+    apart: Collection[fx.Node] = ()
 
 
 AS_SAVED = Orders()
 
 
-def orders_of(drawn: Drawn, plan: Plan) -> list[Orders]:
+def orders_of(drawn: Drawn, plan: Plan, *, gradients_apart: bool = False) -> list[Orders]:
     """The orders of every call.
+
+    Parameters
+    ----------
+    gradients_apart
+        Whether large gradients of parameters have memory of their own.
 
     Raises
     ------
@@ -109,8 +120,9 @@ def orders_of(drawn: Drawn, plan: Plan) -> list[Orders]:
     scarce.append(set())
     forward, backward = _parts_of(drawn, forward=True), _parts_of(drawn, forward=False)
     ends = [(forward[call], backward.get(call, -1)) for call in range(len(found))]
+    apart = [gradients_of(drawn.parts[there]) if gradients_apart else () for there, _ in ends]
     return [
-        Orders(*found[call], acts[there], acts[back], (scarce[there], scarce[back]))
+        Orders(*found[call], acts[there], acts[back], (scarce[there], scarce[back]), apart[call])
         for call, (there, back) in enumerate(ends)
     ]
 

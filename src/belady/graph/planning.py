@@ -15,6 +15,7 @@ from belady.graph.capture import Captured
 from belady.graph.kinds import Force, Kind, all_go_back
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
+from belady.graph.placing import Places
 from belady.graph.seams import at_seams, fuses
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
@@ -73,6 +74,7 @@ class Planning:
             if inductor is None
             else Verification(policy, hardware, at_seams)
         )
+        self._places = Places(carrier.device, modules)
         self._floors: dict[tuple[Captured, bool], Force] = {}
         self._told: list[str] = []
 
@@ -192,6 +194,10 @@ class Planning:
         if chosen is not None:
             self._put_in_force(kind, force.drawn, chosen)
 
+    def close(self) -> None:
+        """Leave gradients and optimizer state where they are from now on."""
+        self._places.close()
+
     def _may_run_again(self, drawn: Drawn) -> Drawn:
         """What was drawn, without replays that ``exact`` forbids."""
         return replace(drawn, trace=convolutions.kept(drawn.trace)) if self._policy.exact else drawn
@@ -206,7 +212,8 @@ class Planning:
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
         trial = replace(trial, plan=self._telling(drawn, trial.plan))
         fuse = None if self._inductor is None else self._inductor.fuse
-        kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse)
+        place = self._places.under(trial.plan, drawn.trace, trial.hardware.allocator)
+        kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse, place=place)
         kind.begin(trial, drawn.trace, self._carrier)
         if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)

@@ -12,6 +12,7 @@ from belady.graph.code import Code, NodeNames
 from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 from belady.graph.orders import AS_SAVED, Orders
+from belady.graph.placing import place
 from belady.graph.replays import Replay, replays_of, shortcut_of
 from belady.graph.seams import read_in_run
 from belady.graph.segments import Fuse, fused
@@ -131,12 +132,13 @@ class _Writer:
             + [part.names[node] for node in self._kept]
             + self._handles(),
         )
-        return self._function(part.code, "forward(args, contents, watch)")
+        return self._function(part, "forward(args, contents, watch)")
 
-    def _function(self, code: Code, head: str) -> Callable[..., Any]:
+    def _function(self, part: _Part, head: str) -> Callable[..., Any]:
         if self._fuse is not None:
-            fused(code, self._layout, self._fuse)
-        return code.function(head)
+            fused(part.code, self._layout, self._fuse)
+        place(part.code, {part.names[node] for node in self._orders.apart})
+        return part.code.function(head)
 
     def _handles(self) -> list[str]:
         names = []
@@ -175,7 +177,7 @@ class _Writer:
         results = [part.result(node) for node in self.joint.backward_outputs]
         part.code.add(f"return [{', '.join(results)}]", [r for r in results if r != "None"])
         self._keep_handles(part)
-        return self._function(part.code, "backward(saved, args, contents, watch)")
+        return self._function(part, "backward(saved, args, contents, watch)")
 
     def _keep_handles(self, part: _Part) -> None:
         """Hold each copy in its tier until the last use of the value, as the plan counts it."""

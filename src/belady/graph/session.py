@@ -78,12 +78,11 @@ class Session:
         self._hardware = hardware
         self._carrier = carrier
         self._ended = ended
-        self._recording = False
         self._monitor = Monitor(self.device, carrier)
         self._kinds: dict[Captured, Kind] = {}
         self._iteration: Iteration | None = None
         self._latest: Kind | None = None
-        self._closed = False
+        self._recording = self._closed = False
 
     def captured(self, graph: Captured) -> None:
         """Name it; it is planned when it is first called."""
@@ -214,6 +213,7 @@ class Session:
         self._settle()
         self._closed = True
         self.admission.close()
+        self._planning.close()
         self._abandon()
 
     def starved(self) -> None:

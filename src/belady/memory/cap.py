@@ -11,6 +11,8 @@ from contextlib import suppress
 
 import torch
 
+from belady.memory.workspaces import put_first
+
 _MIB = 2**20
 # What torch maps at least, of an expandable segment of large blocks.
 PAGE_BYTES = 20 * _MIB
@@ -41,7 +43,7 @@ def make_room(device: torch.device, total_bytes: int) -> None:
     Blocks cut for another plan would fragment this one's memory. Nothing happens on a CPU.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        put_first(device, torch.cuda.empty_cache)
         set_aside(device, total_bytes)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from belady.eager.lasting import Gradients, Place
+from belady.memory.lasting import Gradients, Place
 from tests.support.training import differences
 from tests.unit.eager.elsewhere import (
     HABITS,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from belady.eager.lasting import Place, settle_state
+from belady.memory.lasting import Place, settle_state
 from tests.support.training import differences
 from tests.unit.eager.elsewhere import SQUARE, WIDTH, Elsewhere, loss_of, net, nowhere
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from belady.eager import lasting
-from belady.eager.lasting import Gradients
+from belady.memory import lasting
+from belady.memory.lasting import Gradients
 from tests.unit.eager.elsewhere import (
     ROOM,
     SQUARE,

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 # What torch's allocator cuts from its large blocks.
-_LARGE = 2**20
+LARGE_BYTES = 2**20
 
 Place = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -90,14 +90,14 @@ class Gradients:
         # Whoever else has it (a list of the user's, a collective under way) would go on with the
         # one that was left.
         alone = references == self._alone
-        return self._place(grad) if self._active and alone and _owns_its_bytes(grad) else None
+        return self._place(grad) if self._active and alone and owns_its_bytes(grad) else None
 
 
 def settle_state(optimizer: torch.optim.Optimizer, place: Place) -> None:
     """Move the large tensors of an optimizer's state; they stay the same objects."""
     for tensor in tree_leaves(list(optimizer.state.values())):
-        if isinstance(tensor, torch.Tensor) and _owns_its_bytes(tensor) and tensor.nbytes > _LARGE:
-            placed = place(tensor)
+        if isinstance(tensor, torch.Tensor) and owns_its_bytes(tensor):
+            placed = place(tensor) if tensor.nbytes > LARGE_BYTES else None
             if placed is not None:
                 tensor.data = placed
 
@@ -125,10 +125,11 @@ class _Hook:
 
 
 def _followed(parameter: torch.Tensor) -> bool:
-    return parameter.is_leaf and parameter.layout is torch.strided and parameter.nbytes > _LARGE
+    strided = parameter.layout is torch.strided
+    return parameter.is_leaf and strided and parameter.nbytes > LARGE_BYTES
 
 
-def _owns_its_bytes(tensor: torch.Tensor) -> bool:
+def owns_its_bytes(tensor: torch.Tensor) -> bool:
     """Whether it is a plain tensor with bytes of its own (a view into a bucket is not)."""
     return (
         type(tensor) is torch.Tensor

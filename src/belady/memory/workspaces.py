@@ -1,0 +1,59 @@
+"""cuBLAS's workspaces, which its first products take wherever there is memory and never give back.
+
+Torch keeps one for each thread that calls cuBLAS and each stream, of 32 MiB on an H100 or H200
+(ATen/cuda/CublasHandlePool.cpp). In the midst of what activations are cut from they part it in two,
+and where there is nothing before them, torch maps that again instead of more at the end
+(``find_expandable_block`` in c10/cuda/CUDACachingAllocator.cpp takes the lowest address).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def put_first(device: torch.device, forget: Callable[[], None]) -> None:
+    """Have the workspaces that this device has taken where memory begins.
+
+    Those of the calling thread and of autograd's come back at once, of the current stream; others
+    when they are needed. Nothing may run in another thread meanwhile.
+
+    Parameters
+    ----------
+    forget
+        Called when they are given back: has torch's allocator forget what is free.
+    """
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    left = torch.cuda.memory_allocated(device)
+    forget()
+    # Without memory for them, or in a mode that refuses products, they come when they are needed.
+    with suppress(RuntimeError), _disable_current_modes(), torch.inference_mode(False):
+        if left < before:
+            _multiply(device)
+        if left < torch.cuda.memory_allocated(device) < before:
+            with torch.enable_grad():
+                one = torch.ones((), device=device, requires_grad=True)
+                _Multiply.apply(one).backward()  # type: ignore[no-untyped-call]
+
+
+def _multiply(device: torch.device) -> None:
+    some = torch.ones(16, 16, device=device)
+    torch.mm(some, some)
+
+
+class _Multiply(torch.autograd.Function):
+    """Calls cuBLAS from the thread in which autograd runs backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        _multiply(grad.device)
+        return grad
