@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from belady.graph.capture import Captured, State, Turn, backend_of
-from belady.graph.contents import Contents
+from belady.graph.contents import Contents, Place
 from belady.graph.orders import orders_of
 from belady.graph.parts import Drawn, Part
 from belady.graph.program import program_of
@@ -40,9 +40,22 @@ def drawn_of(
 
 
 class PlannedHost:
-    """Carries out what ``choose`` says of the trace of each graph."""
+    """Carries out what ``choose`` says of the trace of each graph.
 
-    def __init__(self, models: Sequence[nn.Module], carrier: Carrier, choose: Chooser) -> None:
+    Parameters
+    ----------
+    place
+        Gives large gradients their place.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        carrier: Carrier,
+        choose: Chooser,
+        place: Place | None = None,
+    ) -> None:
+        self._place = place
         self.device = carrier.device
         self.drawn: list[Drawn] = []
         self.plans: list[Plan] = []
@@ -70,7 +83,7 @@ class PlannedHost:
         if graph not in self._programs:
             self._programs[graph] = self._plan(graph, args)
         program, decisions = self._programs[graph]
-        return Turn(program, Contents(self._carrier, decisions))
+        return Turn(program, Contents(self._carrier, decisions, place=self._place))
 
     def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
         pass
@@ -89,7 +102,8 @@ class PlannedHost:
         drawn = self._known[graph]
         plan = self._choose(drawn.trace)
         self.plans.append(plan)
-        program = program_of(graph.joint, graph.layout, orders_of(drawn, plan)[0])
+        (orders,) = orders_of(drawn, plan, gradients_apart=self._place is not None)
+        program = program_of(graph.joint, graph.layout, orders)
         return program, plan.decisions
 
 
