@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class Places:
         """What gives gradients their place under a plan; None where they stay among the rest."""
         # A CPU has no blocks of torch's, and nothing is set apart there.
         if trace.device == "cuda" and in_blocks(trace, plan, allocator).gradients_apart:
+            learning = {id(it): it for it in self._parameters() if it.requires_grad}.values()
+            sizes = [it.nbytes for it in learning if it.nbytes > LARGE_BYTES]
+            self._gradients.hold(sum(map(allocator.held, sizes)))
             return self._gradient
         # Memory apart is idle now; another kind that has gradients there takes it anew.
         self._gradients.close()
@@ -58,7 +61,7 @@ class Places:
         """Move the state of an optimizer of these models when it has just come into being."""
         if optimizer in self._settled:
             return
-        ours = {id(it) for module in self._modules for it in module.parameters()}
+        ours = {id(it) for it in self._parameters()}
         if any(id(it) in ours for group in optimizer.param_groups for it in group["params"]):
             self._settled.add(optimizer)
             settle_state(optimizer, self._state.copy)
@@ -68,6 +71,9 @@ class Places:
         self._gradients.close()
         self._state.close()
         self._modules = ()
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (it for module in self._modules for it in module.parameters())
 
     def _gradient(self, made: torch.Tensor) -> torch.Tensor:
         placed = self._gradients.copy(made) if owns_its_bytes(made) else None

@@ -31,6 +31,7 @@ from belady.memory.carrier import Carrier
 from belady.memory.paging import Claim
 from belady.planners.workspace import as_run
 from belady.simulate import simulate
+from belady.simulate.blocks import in_blocks
 
 # Iterations in a row that went otherwise than planned, after which a kind is observed again.
 _DEVIATIONS = 2
@@ -153,7 +154,8 @@ class Progress:
             before, self.claim = self.claim, carrier.paging.claim(blocks, managed)
             if before is not None:
                 before.close()
-        room = trial.room(verdict.peak_bytes) - managed
+        foretold = in_blocks(trace, plan, allocator).nbytes if carrier.device.type == "cuda" else 0
+        room = trial.room(verdict.peak_bytes, foretold) - managed
         make_room(carrier.device, room)
         self.clear = partial(make_room, carrier.device, room) if room > 0 else _stay
         self.trial, self.samples, self.peak_bytes, self.begun = trial, [], 0, False

@@ -26,6 +26,7 @@ from belady.measure.monitor import Sample
 from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
+from belady.memory.cap import SPARE_BYTES
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
 from belady.units import format_bytes, format_seconds
@@ -53,15 +54,19 @@ class Trial:
     policy: str
     measured: Measured | None = None
 
-    def room(self, peak_bytes: int) -> int:
+    def room(self, peak_bytes: int, blocks_bytes: int) -> int:
         """Bytes that torch's allocator should hold in one piece for a plan with this peak.
 
-        0 where the budget is far above: only near its cap does the allocator have to fit blocks.
+        All that is needed, and what blocks are foretold to take: under a cap torch maps more at
+        the end of a piece only where there is room for the whole of what is asked for, however much
+        of it is free there. 0 where the budget is far above: only near its cap does torch have to
+        fit blocks.
         """
         allocator, budget = self.hardware.allocator, self.plan.budget.device_bytes
         needed = replace(allocator, margin_bytes=0).budget_for(peak_bytes)
-        # A peak of which no fraction is asked may be near the budget itself.
-        return min(needed, budget - allocator.margin_bytes) if needed > _NEAR * budget else 0
+        if needed <= _NEAR * budget:
+            return 0
+        return min(max(needed, blocks_bytes) + allocator.margin_bytes, budget - SPARE_BYTES)
 
     def keeps(self) -> bool:
         """Whether what was measured kept to the budget."""

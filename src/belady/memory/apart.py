@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 
@@ -29,6 +31,19 @@ class Apart:
         except torch.OutOfMemoryError:
             # A private pool cannot make the allocator flush its cache; where it is, it fits.
             return None
+
+    def hold(self, nbytes: int) -> None:
+        """Have memory for copies of that many bytes, unless there are some, or there is no room.
+
+        What is set aside near a cap leaves no room for a pool that grows.
+        """
+        if self._pool is None and self._device.type == "cuda" and nbytes and not _capturing():
+            self._pool = torch.cuda.MemPool()
+            # The other cache is not given up for it in a pool.
+            torch.cuda.empty_cache()
+            pooled = torch.cuda.use_mem_pool(self._pool, self._device)
+            with suppress(torch.OutOfMemoryError), pooled:
+                torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
         """Let go of the pool."""

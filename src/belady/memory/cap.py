@@ -16,6 +16,9 @@ from belady.memory.workspaces import put_first
 _MIB = 2**20
 # What torch maps at least, of an expandable segment of large blocks.
 PAGE_BYTES = 20 * _MIB
+# Of a budget, what is not set aside: one page that the cap stays below it, and one for what nobody
+# foretells.
+SPARE_BYTES = 2 * PAGE_BYTES
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -40,19 +43,22 @@ def enforce(device: torch.device, budget_bytes: int) -> Callable[[], None]:
 def make_room(device: torch.device, total_bytes: int) -> None:
     """Let torch's allocator forget the blocks of a plan before, and set aside what this one needs.
 
-    Blocks cut for another plan would fragment this one's memory. Nothing happens on a CPU.
+    Blocks cut for another plan would fragment this one's memory. Small ones have pages of their
+    own, for which there is to be as much room as they had. Nothing happens on a CPU.
     """
     if device.type == "cuda":
         put_first(device, torch.cuda.empty_cache)
-        set_aside(device, total_bytes)
+        stats, of = torch.cuda.memory_stats(device), "reserved_bytes.small_pool"
+        set_aside(device, total_bytes - (stats[f"{of}.peak"] - stats[f"{of}.current"]))
 
 
 def set_aside(device: torch.device, total_bytes: int) -> None:
-    """Make torch's allocator hold ``total_bytes`` in all, what is missing in one piece.
+    """Make torch's allocator hold up to ``total_bytes`` in all, whole pages in one piece.
 
     What it takes bit by bit stays in pieces, and each piece ends at something that lasts.
     """
     room = total_bytes - torch.cuda.memory_reserved(device)
+    room -= room % PAGE_BYTES
     if room > 0:
         with suppress(torch.OutOfMemoryError):
             torch.empty(room, dtype=torch.uint8, device=device)

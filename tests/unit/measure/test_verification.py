@@ -8,6 +8,7 @@ from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Storage, StorageKind, Tier
+from belady.measure import verification
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.measure.verification import Trial, Verification, verified
@@ -25,8 +26,8 @@ MIB = 1 << 20
 
 
 def first(policy: str, budget_bytes: int) -> tuple[Trial, list[str]]:
-    verification = Verification(Policy(policy, Budget(budget_bytes)), HARDWARE)
-    return verification.first(TRACE), verification.notes
+    asked = Verification(Policy(policy, Budget(budget_bytes)), HARDWARE)
+    return asked.first(TRACE), asked.notes
 
 
 def test_a_budget_with_room_for_the_stated_margin_is_planned_with_it() -> None:
@@ -90,10 +91,23 @@ def test_other_policies_keep_to_the_stated_margin() -> None:
         first("floor", int(1.15 * PEAK))
 
 
-def test_only_near_the_cap_is_memory_set_aside_in_one_piece() -> None:
+def test_only_near_the_cap_is_memory_set_aside_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verification, "SPARE_BYTES", 0)
     near, far = first("auto", int(1.25 * PEAK))[0], first("auto", 10 * PEAK)[0]
-    assert near.room(PEAK) == pytest.approx(1.2 * PEAK, abs=1)
-    assert far.room(PEAK) == 0
+    assert near.room(PEAK, 0) == pytest.approx(1.2 * PEAK, abs=1)
+    assert far.room(PEAK, 0) == far.room(PEAK, PEAK) == 0
+
+
+def test_what_blocks_take_is_set_aside_too_up_to_what_is_spared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spare, budget = PEAK // 100, int(1.25 * PEAK)
+    monkeypatch.setattr(verification, "SPARE_BYTES", spare)
+    near = first("auto", budget)[0]
+    assert near.room(PEAK, int(1.22 * PEAK)) == int(1.22 * PEAK)
+    assert near.room(PEAK, 2 * PEAK) == budget - spare
 
 
 def test_who_planned_for_too_little_room_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,37 @@ def test_without_room_there_is_no_copy_and_no_error(apart: Apart) -> None:
 
 
 @gpu
+def test_what_is_held_has_room_for_copies_when_all_else_is_taken(apart: Apart) -> None:
+    sizes = [24 * MIB, 12 * MIB, 9 * MIB]
+    apart.hold(sum(sizes))
+    made = [random_bytes(nbytes, "cuda") for nbytes in sizes]
+    undo = enforce(resolve("cuda"), torch.cuda.memory_reserved())
+    try:
+        copies = [copied(apart, it) for it in made]
+        assert all(map(torch.equal, copies, made))
+        reserved = torch.cuda.memory_reserved()
+        apart.hold(sum(sizes))
+        assert torch.cuda.memory_reserved() <= reserved
+    finally:
+        undo()
+
+
+@gpu
+def test_where_there_is_no_room_nothing_is_held(apart: Apart) -> None:
+    undo = enforce(resolve("cuda"), torch.cuda.memory_reserved() + 64 * MIB)
+    try:
+        reserved = torch.cuda.memory_reserved()
+        apart.hold(256 * MIB)
+        assert torch.cuda.memory_reserved() <= reserved
+    finally:
+        undo()
+
+
+def test_on_a_cpu_nothing_is_held() -> None:
+    Apart(torch.device("cpu")).hold(MIB)
+
+
+@gpu
 def test_gradients_are_copied_by_the_thread_of_backward(apart: Apart) -> None:
     weight = nn.Parameter(torch.ones(1024, 1024, device="cuda"))
     threads: set[int] = set()

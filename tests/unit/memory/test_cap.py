@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from belady.memory import cap
-from belady.memory.cap import enforce, set_aside
+from belady.memory.cap import enforce, make_room, set_aside
 from belady.memory.lanes import resolve
 
 MIB = 2**20
@@ -105,6 +105,35 @@ def test_what_the_user_configured_stays(
     undo()
     assert told.fraction == 0.9
     assert told.settings == []
+
+
+@pytest.mark.parametrize("grows", [0, 6 * MIB])
+def test_small_blocks_get_the_room_that_they_had(
+    grows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, int]] = []
+    stats = {
+        "reserved_bytes.small_pool.peak": 8 * MIB + grows,
+        "reserved_bytes.small_pool.current": 8 * MIB,
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    monkeypatch.setattr(cap, "put_first", lambda _, forget: done.append(("first", 0)))
+    monkeypatch.setattr(cap, "set_aside", lambda _, nbytes: done.append(("aside", nbytes)))
+    make_room(SOMEWHERE, 100 * MIB)
+    assert done == [("first", 0), ("aside", 100 * MIB - grows)]
+    done.clear()
+    make_room(torch.device("cpu"), 100 * MIB)
+    assert done == []
+
+
+def test_what_is_set_aside_is_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50 * MIB)
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **_: taken.append(nbytes))
+    for total in (50 * MIB, 60 * MIB, 50 * MIB + PAGE, 50 * MIB + 2 * PAGE - 1):
+        set_aside(SOMEWHERE, total)
+    # Never more than was asked for.
+    assert taken == [PAGE, PAGE]
 
 
 # -- what it then does ---------------------------------------------------------------------------
