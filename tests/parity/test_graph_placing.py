@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import belady.graph.placing as placing
+from belady.graph.contents import Place
 from belady.graph.orders import orders_of
-from belady.graph.placing import Places
-from belady.ir.trace import StorageKind
+from belady.graph.placing import Places, gradients_of
+from belady.ir.hardware import Allocator
+from belady.ir.trace import StorageKind, Trace
+from belady.simulate.blocks import InBlocks
 from tests.parity.graphs import PlannedHost, compiled
 from tests.parity.racing import hostile_carrier, random_plan
 from tests.support.models import CNN, GAN, GPT, TIED, Task
@@ -26,6 +32,16 @@ from tests.support.training import (
     plain,
     twice_backward,
 )
+
+
+class Under(NamedTuple):
+    """What `Places` was asked, and what it did."""
+
+    ask: Callable[..., Place | None]
+    places: Places
+    held: list[int]
+    closed: list[None]
+    trace: Trace
 
 
 class Elsewhere:
@@ -113,6 +129,99 @@ def test_gradients_stay_unless_asked() -> None:
     assert any(it.apart for it in orders_of(drawn, plan, gradients_apart=True))
 
 
+# -- which gradients ------------------------------------------------------------------------------
+
+
+class Chunks(nn.Module):
+    """Two weights whose gradients lie on the same bytes, and one whose does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.second = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.third = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.stack((self.first, self.second)).view(2 * WIDTH, WIDTH)
+        return (x @ both.t()).chunk(2, 1)[0].tanh() @ self.third
+
+
+def rows(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(size, WIDTH, generator=generator)
+    return x, torch.randint(WIDTH, (size,), generator=generator)
+
+
+WIDTH = 8
+CHUNKS = Task("chunks", lambda: [Chunks()], rows)
+
+
+def test_gradients_on_the_same_bytes_stay() -> None:
+    place = Elsewhere()
+    wrong, host = planned(CHUNKS, plain, 2, place)
+    assert wrong == []
+    (part, _) = host.drawn[0].parts
+    joint, layout = part.joint, part.layout
+    storages = [layout.storage_of[node] for node in joint.backward_outputs if node is not None]
+    if len({*storages}) == len(storages):
+        pytest.skip("this torch gives each gradient bytes of its own")
+    assert len(gradients_of(part)) == 1
+
+
+def test_gradients_that_are_written_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, host = planned(CNN, plain, 1, Elsewhere())
+    (part, _) = host.drawn[0].parts
+    found = gradients_of(part)
+    written = part.layout.storage_of[found[0]]
+    monkeypatch.setattr(type(part.layout), "writes_to", lambda _, step: [written])
+    assert gradients_of(part) == found[1:]
+
+
+# -- where they go --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def under(monkeypatch: pytest.MonkeyPatch) -> Under:
+    """A plan after another, which has gradients apart or not."""
+    _, host = planned(CNN, plain, 1, Elsewhere())
+    trace, plan = replace(host.drawn[0].trace, device="cuda"), host.plans[0]
+    places = Places(torch.device("cpu"), [])
+    held: list[int] = []
+    closed: list[None] = []
+    monkeypatch.setattr(places._gradients, "hold", held.append)
+    monkeypatch.setattr(places._gradients, "close", lambda: closed.append(None))
+    monkeypatch.setattr(places._gradients, "copy", Tensor.clone)
+
+    def ask(of: str, *, apart: bool) -> Place | None:
+        monkeypatch.setattr(placing, "in_blocks", lambda *_: InBlocks(0, apart))
+        return places.under(of, trace, plan, Allocator(1, 0.1, 0))
+
+    return Under(ask, places, held, closed, trace)
+
+
+def test_memory_is_held_for_gradients_of_the_plan(under: Under) -> None:
+    place = under.ask("one", apart=True)
+    assert place is not None
+    made = torch.ones(4)
+    assert place(made) is not made
+    # Views of others' bytes stay.
+    part = made[:2]
+    assert place(part) is part
+    gradients = [it for it in under.trace.storages if it.kind is StorageKind.GRADIENT]
+    assert under.held == [sum(it.nbytes for it in gradients)]
+    under.places.close()
+    assert place(made) is made
+
+
+def test_it_is_given_up_when_no_plan_has_gradients_there(under: Under) -> None:
+    under.ask("one", apart=True)
+    under.ask("two", apart=True)
+    assert under.ask("one", apart=False) is None
+    assert under.closed == []
+    assert under.ask("two", apart=False) is None
+    assert under.closed == [None]
+
+
 # -- the state of optimizers ----------------------------------------------------------------------
 
 
@@ -132,6 +241,39 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[torch.optim.Optimizer]:
 
     monkeypatch.setattr(placing, "settle_state", settle)
     return found
+
+
+def test_an_optimizer_that_has_made_no_state_is_asked_again(
+    settled: list[torch.optim.Optimizer],
+) -> None:
+    model = nn.Linear(4, 4)
+    places = Places(torch.device("cpu"), [model])
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    places.stepped(optimizer)
+    assert settled == []
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    places.stepped(optimizer)
+    assert settled == [optimizer]
+
+
+def test_a_step_that_is_compiled_tells_too() -> None:
+    model = nn.Linear(1024, 1024)
+    places, moved = Places(torch.device("cpu"), [model]), list[int]()
+    places._state.copy = lambda tensor: moved.append(tensor.nbytes)  # type: ignore[method-assign]
+    optimizer = torch.optim.Adam(model.parameters())
+    handle = register_optimizer_step_post_hook(placing._Stepped(places))
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 1024)).sum().backward()
+            step()
+    finally:
+        handle.remove()
+        torch._dynamo.reset()
+    # Adam's two moments of the weight, once.
+    assert moved == [4 * 2**20] * 2
 
 
 def test_state_is_settled_once_for_each_optimizer_of_the_models(

@@ -78,10 +78,11 @@ class Conductor:
             leaving(carrier), (*below, Tier.DEVICE), self._persistent, MIN_BYTES
         )
         fallback = self._floor.pack
-        self._planning = Planning(policy, hardware, carrier, self._persistent, fallback)
+        self._for_gradients = Apart(carrier.device)
+        places = self._persistent, fallback, self._for_gradients.hold
+        self._planning = Planning(policy, hardware, carrier, *places)
         self._latest: Kind | None = None
         self._last: Kind | None = None  # of which the iteration before was
-        self._for_gradients = Apart(carrier.device)
         self._gradients = Gradients(self._for_gradients.copy)
         self._for_state = Apart(carrier.device)
         self._recording = False
@@ -111,7 +112,8 @@ class Conductor:
     def stepped(self, iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, so that its state exists."""
         iteration.optimizer = optimizer
-        if self.carrier.device.type == "cuda" and optimizer not in self._settled:
+        settled = optimizer in self._settled or not optimizer.state
+        if self.carrier.device.type == "cuda" and not settled:
             self._settled.add(optimizer)
             with iteration.aside():
                 settle_state(optimizer, self._for_state.copy)

@@ -20,8 +20,9 @@ from belady.measure.progress import Progress
 from belady.measure.stages import Policy
 from belady.measure.verification import Trial, Verification
 from belady.memory.carrier import Carrier
+from belady.memory.lasting import LARGE_BYTES
 from belady.planners import POLICIES
-from belady.simulate.blocks import in_blocks
+from belady.simulate.blocks import gradient_bytes, in_blocks
 
 # Before there is a plan, gradients that need more than this part of the budget stay among the rest:
 # memory set apart is idle in forward.
@@ -116,6 +117,8 @@ class Planning:
         Addresses of parameters and buffers, kept up to date by the owner.
     fallback
         Saves what cannot be recomputed after all.
+    hold
+        Has memory of their own for that many bytes of gradients.
 
     Attributes
     ----------
@@ -130,8 +133,10 @@ class Planning:
         carrier: Carrier,
         persistent: set[int],
         fallback: Callable[[torch.Tensor], Any],
+        hold: Callable[[int], None],
     ) -> None:
         self.policy = policy
+        self._hold = hold
         self._verification = Verification(policy, hardware)
         self.notes = self._verification.notes
         self._replays = True
@@ -202,6 +207,8 @@ class Planning:
             # A CPU has no blocks of torch's, and nothing is set apart there.
             on_gpu = carrier.device.type == "cuda"
             kind.apart = on_gpu and in_blocks(trace, plan, trial.hardware.allocator).gradients_apart
+            if kind.apart:
+                self._hold(gradient_bytes(trace, plan, LARGE_BYTES))
         kind.begin(trial, trace, carrier)
 
     def _say_what_is_off(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from belady.ir.plan import Plan
 from belady.ir.trace import StorageKind, Trace
 from belady.memory.apart import Apart
 from belady.memory.lasting import LARGE_BYTES, owns_its_bytes, settle_state
-from belady.simulate.blocks import in_blocks
+from belady.simulate.blocks import gradient_bytes, in_blocks
 
 
 class Places:
@@ -40,28 +40,36 @@ class Places:
     def __init__(self, device: torch.device, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
         self._gradients, self._state = Apart(device), Apart(device)
+        self._apart: set[Hashable] = set()
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         if device.type == "cuda":
             handle = register_optimizer_step_post_hook(_Stepped(self))
             weakref.finalize(self, handle.remove)
 
-    def under(self, plan: Plan, trace: Trace, allocator: Allocator) -> Place | None:
-        """What gives gradients their place under a plan; None where they stay among the rest."""
+    def under(self, of: Hashable, trace: Trace, plan: Plan, allocator: Allocator) -> Place | None:
+        """What gives gradients their place under a plan; None where they stay among the rest.
+
+        Parameters
+        ----------
+        of
+            The kind of iteration that the plan is for.
+        """
         # A CPU has no blocks of torch's, and nothing is set apart there.
         if trace.device == "cuda" and in_blocks(trace, plan, allocator).gradients_apart:
-            learning = {id(it): it for it in self._parameters() if it.requires_grad}.values()
-            sizes = [it.nbytes for it in learning if it.nbytes > LARGE_BYTES]
-            self._gradients.hold(sum(map(allocator.held, sizes)))
+            self._apart.add(of)
+            self._gradients.hold(gradient_bytes(trace, plan, LARGE_BYTES))
             return self._gradient
-        # Memory apart is idle now; another kind that has gradients there takes it anew.
-        self._gradients.close()
+        self._apart.discard(of)
+        if not self._apart:
+            self._gradients.close()
         return None
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the state of an optimizer of these models when it has just come into being."""
-        if optimizer in self._settled:
+        # A step that found no gradients has made none.
+        if optimizer in self._settled or not optimizer.state:
             return
-        ours = {id(it) for it in self._parameters()}
+        ours = {id(it) for module in self._modules for it in module.parameters()}
         if any(id(it) in ours for group in optimizer.param_groups for it in group["params"]):
             self._settled.add(optimizer)
             settle_state(optimizer, self._state.copy)
@@ -70,22 +78,22 @@ class Places:
         """Leave everything where it is from now on."""
         self._gradients.close()
         self._state.close()
+        self._apart.clear()
         self._modules = ()
 
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return (it for module in self._modules for it in module.parameters())
-
     def _gradient(self, made: torch.Tensor) -> torch.Tensor:
-        placed = self._gradients.copy(made) if owns_its_bytes(made) else None
+        # A backward can come after the end.
+        placed = self._gradients.copy(made) if self._apart and owns_its_bytes(made) else None
         return made if placed is None else placed
 
 
 class _Stepped:
-    """A hook for all optimizers that does not keep `Places` alive."""
+    """A hook for all optimizers that does not keep `Places` alive, nor is compiled with a step."""
 
     def __init__(self, places: Places) -> None:
         self._places = weakref.ref(places)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         places = self._places()
         if places is not None:

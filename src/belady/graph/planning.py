@@ -212,7 +212,7 @@ class Planning:
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
         trial = replace(trial, plan=self._telling(drawn, trial.plan))
         fuse = None if self._inductor is None else self._inductor.fuse
-        place = self._places.under(trial.plan, drawn.trace, trial.hardware.allocator)
+        place = self._places.under(kind.graphs, drawn.trace, trial.plan, trial.hardware.allocator)
         kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse, place=place)
         kind.begin(trial, drawn.trace, self._carrier)
         if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:

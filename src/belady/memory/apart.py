@@ -6,6 +6,16 @@ from contextlib import suppress
 
 import torch
 
+# Of all that were made: those of others may be of graphs of CUDA's that somebody captured.
+_POOLS: set[tuple[int, int]] = set()
+
+
+def others_have_pools(device: torch.device) -> bool:
+    """Whether somebody else keeps memory of ``device`` apart, as graphs that were captured do."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    pools = {tuple(it["segment_pool_id"]) for it in segments if it["device"] == device.index}
+    return not pools <= {(0, 0), *_POOLS}
+
 
 class Apart:
     """A pool of torch's allocator that holds only the copies made here.
@@ -17,6 +27,7 @@ class Apart:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: torch.cuda.MemPool | None = None
+        self._held_bytes = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A copy with the same strides, in stream order; None when there is no room for it."""
@@ -24,7 +35,7 @@ class Apart:
         if tensor.device != device or device.type != "cuda" or _capturing():
             return None
         if self._pool is None:
-            self._pool = torch.cuda.MemPool()
+            self._pool = _new_pool()
         try:
             with torch.cuda.use_mem_pool(self._pool, device):
                 return tensor.clone(memory_format=torch.preserve_format)
@@ -33,21 +44,30 @@ class Apart:
             return None
 
     def hold(self, nbytes: int) -> None:
-        """Have memory for copies of that many bytes, unless there are some, or there is no room.
+        """Have memory for copies of that many bytes at once, where there is room for it.
 
-        What is set aside near a cap leaves no room for a pool that grows.
+        What is set aside near a cap leaves no room for a pool that grows. One that has grown by
+        copies that were made has what it needs.
         """
-        if self._pool is None and self._device.type == "cuda" and nbytes and not _capturing():
-            self._pool = torch.cuda.MemPool()
-            # The other cache is not given up for it in a pool.
-            torch.cuda.empty_cache()
-            pooled = torch.cuda.use_mem_pool(self._pool, self._device)
-            with suppress(torch.OutOfMemoryError), pooled:
-                torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        grown = self._pool is not None and not self._held_bytes
+        if self._device.type != "cuda" or nbytes <= self._held_bytes or grown or _capturing():
+            return
+        pool = self._pool or _new_pool()
+        # In a pool, torch does not give up what it has cached elsewhere.
+        torch.cuda.empty_cache()
+        with suppress(torch.OutOfMemoryError), torch.cuda.use_mem_pool(pool, self._device):
+            torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._pool, self._held_bytes = pool, nbytes
 
     def close(self) -> None:
         """Let go of the pool."""
-        self._pool = None
+        self._pool, self._held_bytes = None, 0
+
+
+def _new_pool() -> torch.cuda.MemPool:
+    pool = torch.cuda.MemPool()
+    _POOLS.add(pool.id)
+    return pool
 
 
 def _capturing() -> bool:

@@ -15,18 +15,24 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from belady.memory.apart import others_have_pools
+
 
 def put_first(device: torch.device, forget: Callable[[], None]) -> None:
     """Have the workspaces that this device has taken where memory begins.
 
     Those of the calling thread and of autograd's come back at once, of the current stream; others
-    when they are needed. Nothing may run in another thread meanwhile.
+    when they are needed. Nothing may run in another thread meanwhile. Where somebody else keeps
+    memory apart they stay: a graph of CUDA's may have been captured with their addresses.
 
     Parameters
     ----------
     forget
         Called when they are given back: has torch's allocator forget what is free.
     """
+    if others_have_pools(device):
+        forget()
+        return
     before = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
     left = torch.cuda.memory_allocated(device)

@@ -13,10 +13,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from belady.ir.curves import managed_room
+from belady.ir.curves import managed_room, tier_curve
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Plan, Recompute
-from belady.ir.residency import intervals
+from belady.ir.residency import Interval, intervals
 from belady.ir.scratch import ReplayStep, chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 
@@ -81,6 +81,20 @@ def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
     return InBlocks(among, False) if costs else InBlocks(apart, True)
 
 
+def gradient_bytes(trace: Trace, plan: Plan, least: int) -> int:
+    """Most bytes of gradients larger than ``least`` bytes that are on the device at once."""
+    found = _gradients(trace, intervals(trace, plan))
+    return _at_once([span for span in found if span.nbytes > least], len(trace.ops))
+
+
+def _gradients(trace: Trace, spans: Iterable[Interval]) -> list[Interval]:
+    return [it for it in spans if trace.storages[it.storage].kind is StorageKind.GRADIENT]
+
+
+def _at_once(spans: list[Interval], length: int) -> int:
+    return max(tier_curve(spans, Tier.DEVICE, length), default=0)
+
+
 def excess(trace: Trace, plan: Plan, allocator: Allocator) -> float:
     """By how much torch's allocator is foretold to be over the budget of ``plan``: 0.1 is a tenth.
 
@@ -126,14 +140,18 @@ def _steps(
     """Bytes that are there all the time, and what goes on at each op and after the last."""
     end = len(trace.ops)
     steps = [_Step([], [], [], [], []) for _ in range(end + 1)]
-    lasting, decisions = 0, plan.decisions
-    for block, span in enumerate(intervals(trace, plan)):
+    spans, decisions = intervals(trace, plan), plan.decisions
+    lasting = _at_once(_gradients(trace, spans), end) if gradients_apart else 0
+    for block, span in enumerate(spans):
         start, over = min(span.start, end), min(span.end, end)
         if span.tier is not Tier.DEVICE or start >= over:
             continue
         nbytes, storage = allocator.held(span.nbytes), trace.storages[span.storage]
         gradient = storage.kind is StorageKind.GRADIENT
-        if gradients_apart if gradient else storage.persistent:
+        if gradient and gradients_apart:
+            # It is copied from where it was made.
+            steps[start].workspace.append(nbytes)
+        elif storage.persistent and not gradient:
             lasting += nbytes
         elif isinstance(again := decisions.get(span.value), Recompute):
             run = replay_steps(trace, span.value, again, allocator)

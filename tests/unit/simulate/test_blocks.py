@@ -17,7 +17,7 @@ from belady.ir.residency import intervals
 from belady.ir.scratch import chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.simulate import blocks
-from belady.simulate.blocks import excess, in_blocks, reserved_bytes
+from belady.simulate.blocks import excess, gradient_bytes, in_blocks, reserved_bytes
 from tests.properties import test_recompute, test_simulate
 from tests.support.builder import OpSpec, build_trace
 from tests.unit.simulate.cases import trace_of
@@ -80,6 +80,28 @@ def test_memory_apart_is_idle_while_there_are_no_gradients(apart: bool, expected
     *others, last = trace.storages
     trace = replace(trace, storages=(*others, replace(last, kind=StorageKind.GRADIENT)))
     assert reserved(trace, gradients_apart=apart) == expected * MIB
+
+
+def gradients(*spans: tuple[int, int, int]) -> Trace:
+    """Gradients of so many bytes, first ops and last ones beside a value that is always there."""
+    trace = trace_of([1.0] * 8, [(4 * MIB, 0, 7), *spans])
+    first, *others = trace.storages
+    lasting = (replace(it, kind=StorageKind.GRADIENT) for it in others)
+    return replace(trace, storages=(first, *lasting))
+
+
+def test_a_gradient_apart_is_copied_from_where_it_was_made() -> None:
+    trace = gradients((8 * MIB, 5, 7), (2 * MIB, 6, 7))
+    # Both copies, and the larger one of those that they are made from, beside the value.
+    assert reserved(trace, gradients_apart=True) == (8 + 2 + 4 + 8) * MIB
+
+
+def test_gradients_that_are_not_there_at_once_share_their_memory() -> None:
+    trace = gradients((8 * MIB, 1, 2), (8 * MIB, 4, 5), (2 * MIB, 4, 5))
+    plan = Plan(trace.fingerprint, "made", Budget(1 << 60))
+    assert gradient_bytes(trace, plan, 0) == 10 * MIB
+    assert gradient_bytes(trace, plan, 2 * MIB) == 8 * MIB
+    assert reserved(trace, gradients_apart=True) == (10 + 4 + 8 + 2) * MIB
 
 
 def moving(budget_bytes: int) -> tuple[Trace, Plan]:
