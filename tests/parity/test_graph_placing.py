@@ -163,8 +163,7 @@ def test_gradients_on_the_same_bytes_stay() -> None:
     (part, _) = host.drawn[0].parts
     joint, layout = part.joint, part.layout
     storages = [layout.storage_of[node] for node in joint.backward_outputs if node is not None]
-    if len({*storages}) == len(storages):
-        pytest.skip("this torch gives each gradient bytes of its own")
+    assert len({*storages}) < len(storages)
     assert len(gradients_of(part)) == 1
 
 

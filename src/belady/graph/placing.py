@@ -66,12 +66,12 @@ class Places:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the state of an optimizer of these models when it has just come into being."""
-        # A step that found no gradients has made none.
+        # A step that found no gradients has made none. Whose it is is asked once: others step too.
         if optimizer in self._settled or not optimizer.state:
             return
+        self._settled.add(optimizer)
         ours = {id(it) for module in self._modules for it in module.parameters()}
         if any(id(it) in ours for group in optimizer.param_groups for it in group["params"]):
-            self._settled.add(optimizer)
             settle_state(optimizer, self._state.copy)
 
     def close(self) -> None:
