@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +17,24 @@ from hypothesis import HealthCheck, settings
 # Before torch is loaded, and for child processes. Tensors are tiny here and workers share the
 # cores, where threads of torch's mostly wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _own_cache() -> None:
+    """Links that are probed beside tests must not be remembered for anything else.
+
+    Workers and child processes take the folder from the environment of the process that made it.
+    Matplotlib's fonts stay where they are: finding them takes seconds.
+    """
+    if "BELADY_TESTS_CACHE" in os.environ:
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("MPLCONFIGDIR", str(home / "matplotlib"))
+    folder = tempfile.mkdtemp(prefix="belady-tests-")
+    os.environ["BELADY_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+_own_cache()
 
 # A run says the same twice; `pytest --hypothesis-profile=thorough` looks further.
 settings.register_profile(

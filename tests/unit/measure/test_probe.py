@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,39 @@ def test_disk_leaves_nothing(tmp_path: Path) -> None:
     assert (arena.used_bytes, store.used_bytes) == (0, 0)
     store.close()
     arena.close()
+
+
+@pytest.mark.parametrize("free_after", [1, 3, 9])
+def test_links_in_use_are_measured_again(monkeypatch: pytest.MonkeyPatch, free_after: int) -> None:
+    """What others left of a link is neither planned for nor remembered, if it can be helped."""
+    tries = 0
+
+    def copies(*_: Any) -> tuple[Link, Link]:
+        nonlocal tries
+        tries += 1
+        duplex = 40e9 if tries >= free_after else (13e9, 15e9, 14e9, 12e9)[tries - 1]
+        ends = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
+        out, back = (Link(*end, ((1 << 28, 50e9),), duplex, 1e-5, "pcie") for end in ends)
+        return out, back
+
+    notes: list[tuple[str, str]] = []
+    monkeypatch.setattr(module, "copy_links", copies)
+    monkeypatch.setattr(module, "HostArena", lambda most, pin: HostArena(most, pin=False))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    links = module._cuda_links(CPU, notes)
+    assert tries == (1 if free_after == 1 else 4)
+    assert links[0].duplex_bytes_per_s == links[1].duplex_bytes_per_s
+    assert links[0].duplex_bytes_per_s == (15e9 if free_after == 9 else 40e9)
+    assert [name for name, _ in notes if name == "links"] == ["links"] * (free_after == 9)
+
+
+def test_what_is_noted_is_not_remembered(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_measure", lambda *_: ((), (("links", "in use"),)))
+    assert dict(probe(CPU, spill_dir=str(tmp_path)).settings)["links"] == "in use"
+    assert not cache.exists()
 
 
 @pytest.mark.gpu
