@@ -18,7 +18,8 @@ from belady.measure.calls import compiled_anything
 from belady.measure.key import Key
 from belady.measure.progress import Progress
 from belady.measure.stages import Policy
-from belady.measure.verification import Trial, Verification
+from belady.measure.trial import Trial
+from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
 from belady.memory.lasting import LARGE_BYTES
 from belady.planners import POLICIES

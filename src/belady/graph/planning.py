@@ -25,7 +25,8 @@ from belady.ir.trace import Trace
 from belady.measure.corrections import faster
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy, Stage
-from belady.measure.verification import Trial, Verification
+from belady.measure.trial import Trial
+from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
 from belady.planners import plan as make_plan

@@ -64,13 +64,14 @@ class ReplayStep(NamedTuple):
     workspace
         Bytes that the op takes for as long as it runs.
     makes
-        Whether the bytes of the value itself come into being here.
+        How many of ``taken`` come before the bytes of the value itself, as an op makes its results
+        one after another; None where it makes none of them.
     """
 
     taken: list[tuple[int, int]]
     workspace: int
     freed: list[tuple[int, int]]
-    makes: bool
+    makes: int | None
 
 
 def replay_steps(
@@ -86,8 +87,11 @@ def replay_steps(
         read = {trace.values[value].storage for value in again.reads}
         last |= dict.fromkeys(made.keys() & (read | written), place)
     born = made.pop(own, -1)
+    before = sum(place == born and storage < own for storage, place in made.items())
     steps = [
-        ReplayStep([], allocator.held(trace.ops[op].workspace_bytes), [], place == born)
+        ReplayStep(
+            [], allocator.held(trace.ops[op].workspace_bytes), [], before if place == born else None
+        )
         for place, op in enumerate(decision.ops)
     ]
     for storage, place in made.items():

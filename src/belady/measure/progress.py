@@ -25,7 +25,8 @@ from belady.measure.events import with_events
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
 from belady.measure.tightening import NOTHING
-from belady.measure.verification import VERIFIED, Trial, Verification, best, verified
+from belady.measure.trial import Trial, best
+from belady.measure.verification import VERIFIED, Verification, verified
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.memory.paging import Claim

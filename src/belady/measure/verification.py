@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 
 from belady.errors import InfeasibleBudgetError
@@ -26,7 +26,7 @@ from belady.measure.monitor import Sample
 from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
-from belady.memory.cap import SPARE_BYTES
+from belady.measure.trial import Trial, fastest, margin
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
 from belady.units import format_bytes, format_seconds
@@ -36,44 +36,6 @@ _log = logging.getLogger("belady")
 # Iterations measured under a new plan, after one that only settles the allocator.
 VERIFIED = 2
 _REPLANS = 3
-_NEAR = 0.5
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A plan, the machine as it was taken to be, and what was measured under it.
-
-    Attributes
-    ----------
-    policy
-        Who was asked for it, and is asked again.
-    """
-
-    plan: Plan
-    hardware: HardwareProfile
-    policy: str
-    measured: Measured | None = None
-
-    def room(self, peak_bytes: int, blocks_bytes: int) -> int:
-        """Bytes that torch's allocator should hold in one piece for a plan with this peak.
-
-        All that is needed, and what blocks are foretold to take: under a cap torch maps more at
-        the end of a piece only where there is room for the whole of what is asked for, however much
-        of it is free there. 0 where the budget is far above: only near its cap does torch have to
-        fit blocks.
-        """
-        allocator, budget = self.hardware.allocator, self.plan.budget.device_bytes
-        needed = replace(allocator, margin_bytes=0).budget_for(peak_bytes)
-        if needed <= _NEAR * budget:
-            return 0
-        return min(max(needed, blocks_bytes) + allocator.margin_bytes, budget - SPARE_BYTES)
-
-    def keeps(self) -> bool:
-        """Whether what was measured kept to the budget."""
-        m = self.measured
-        return m is None or max(m.peak(Tier.DEVICE), m.reserved_bytes) <= (
-            self.plan.budget.device_bytes
-        )
 
 
 def verified(trial: Trial, trace: Trace, measured: Measured, samples: Sequence[Sample]) -> Trial:
@@ -202,7 +164,7 @@ class Verification:
         predicted = simulate(trace, hardware, plan)
         # Of workspaces the trace can know more than when the plan was made.
         plan = replace(plan, predicted_peak_bytes=predicted.peak(Tier.DEVICE))
-        others = [_margin(trial) for trial in tried[:-1]]
+        others = [margin(trial) for trial in tried[:-1]]
         gap = with_gap_of(trace, plan, hardware.allocator, measured, others)
         peak = with_peak_of(plan, gap or hardware.allocator, measured)
         allocator = peak or gap
@@ -215,6 +177,8 @@ class Verification:
             return trace, None
         made, hardware = found
         if (made.decisions, made.workspace) == (plan.decisions, plan.workspace):
+            return trace, None
+        if peak is None and made.predicted_seconds >= fastest(tried):
             return trace, None
         self.notes += _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
         return trace, Trial(made, hardware, last.policy)
@@ -256,24 +220,6 @@ class Verification:
             format_seconds(plan.predicted_seconds),
         )
         return plan
-
-
-def best(tried: Sequence[Trial]) -> Trial:
-    """Of plans that kept to the budget, then under which the allocator had room, the fastest."""
-
-    def preference(trial: Trial) -> tuple[bool, bool, float]:
-        measured = trial.measured
-        if measured is None:
-            return True, True, 0.0
-        return not trial.keeps(), bool(measured.allocation_retries), measured.seconds
-
-    return min(tried, key=preference)
-
-
-def _margin(trial: Trial) -> tuple[float, bool]:
-    """The margin of a plan that was measured, and whether the allocator had to flush its cache."""
-    flushed = trial.measured is not None and trial.measured.allocation_retries > 0
-    return trial.hardware.allocator.margin_fraction, flushed
 
 
 def _why(last: Trial, measured: Measured, hardware: HardwareProfile, *, higher: bool) -> list[str]:

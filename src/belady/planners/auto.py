@@ -13,9 +13,11 @@ from belady.planners.baseline import BASELINE
 from belady.planners.hybrid import HYBRID
 from belady.planners.lean import Lean
 from belady.planners.lifetime import LIFETIME
+from belady.planners.price import KEPT, price
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 from belady.planners.workspace import as_run
 from belady.simulate import simulate
+from belady.simulate.blocks import excess
 
 # Not the floor, from which the lifetime policy starts, nor that one, from which the hybrid does.
 _CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, HYBRID)
@@ -27,6 +29,8 @@ _LAST: tuple[Planner, ...] = (Lean(HYBRID),)
 @dataclass(frozen=True, slots=True)
 class Auto:
     """`Baseline` when it fits; else the fastest of the other policies that does.
+
+    One whose blocks torch's allocator cannot fit into the budget counts as slower.
 
     Where convolutions are known to do with less workspace, keeping everything and the lifetime
     policy are among them in that way too, and the hybrid policy where nothing else fits.
@@ -59,7 +63,7 @@ class Auto:
             plans += [(plan, planner) for plan, planner in made if plan is not None]
         if not plans:
             raise min(refusals, key=lambda refusal: refusal.smallest_bytes)
-        best, planner = min(plans, key=lambda made: _seconds(made[0], trace, hardware))
+        best, planner = min(plans, key=lambda made: _price(made[0], trace, hardware))
         same = attempt(planner, exact=True) if best.numerics else None
         if same is not None and same.predicted_seconds <= _seconds(best, trace, hardware):
             best = same
@@ -68,6 +72,10 @@ class Auto:
 
 def _has_a_choice(trace: Trace) -> bool:
     return any(op.algorithms for op in trace.ops)
+
+
+def _price(plan: Plan, trace: Trace, hardware: HardwareProfile) -> float:
+    return price(_seconds(plan, trace, hardware), excess(trace, plan, hardware.allocator), KEPT)
 
 
 def _seconds(plan: Plan, trace: Trace, hardware: HardwareProfile) -> float:

@@ -18,6 +18,7 @@ from belady.planners.base import finish
 from belady.planners.lifetime import LIFETIME
 from belady.planners.mix import Away, Mixer, Wish
 from belady.planners.moves import Case
+from belady.planners.price import BEGUN, KEPT, price
 from belady.planners.segments import segmented
 from belady.planners.spread import Times, boundary_times
 from belady.simulate.blocks import excess
@@ -32,9 +33,6 @@ _REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
 _FEWEST, _MOST, _OPS = 8, 300, 100_000
 # Of fewer tries none are left for going the same way once more.
 _FEW = 40
-# How fast a mix whose blocks do not fit counts as slower, the more they lack: one to begin the next
-# from, which may lead to some that fit, and one to keep.
-_MILD, _STEEP = 1, 4
 # Share of the iteration below which stalls are not worth another try, and what all of it may lose
 # before single values are exchanged.
 _NOTHING, _NEAR = 0.002, 1.01
@@ -214,8 +212,8 @@ class _Search:
 
     def _priced(self, plan: Plan, seconds: float) -> tuple[float, float]:
         """Mild and steep price: its seconds, or more where its blocks lack a part of the budget."""
-        over = max(0.0, excess(self._case.trace, plan, self._case.hardware.allocator))
-        return seconds * (1 + over) ** _MILD, seconds * (1 + over) ** _STEEP
+        over = excess(self._case.trace, plan, self._case.hardware.allocator)
+        return price(seconds, over, BEGUN), price(seconds, over, KEPT)
 
 
 def _neighbour(

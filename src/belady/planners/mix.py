@@ -15,7 +15,7 @@ from belady.ir.residency import offload_boundaries
 from belady.planners.base import Draft, assemble
 from belady.planners.due import due_by, schedule, timed
 from belady.planners.moves import Case, movable, offloads, tier_for
-from belady.planners.repairs import heaviest, worst
+from belady.planners.repairs import heavy, worst
 from belady.planners.sharing import held, passing
 from belady.planners.spread import Bytes, Spread, Times, alone, held_bytes, keep, slack_of
 from belady.planners.ways import Ways
@@ -26,7 +26,7 @@ _ENCODED = "encoded: backward asks for no more of it, and to copy or recompute i
 _KEPT = "kept: the budget has room for it between save and read"
 # Times that a replay is taken back which needs bytes where there are none: fewer in large traces,
 # where so many ops are looked through in all.
-_REPAIRS_LEAST, _REPAIRS_MOST, _REPAIR_OPS = 4, 40, 20_000
+_REPAIRS_LEAST, _REPAIRS_MOST, _REPAIR_OPS = 12, 40, 20_000
 # Times that more copied values are kept, as what is kept leaves more room.
 _PASSES = 4
 # Of more ops few mixes are tried, and of each one plan, in which what stays is found at once.
@@ -218,10 +218,11 @@ class Mixer:
             if slack.min(initial=0) >= 0:
                 return Fitting(wish, away, slack)
             gone = {**away.moves, **away.replays}
-            heavy = {heaviest(self._case, away.replays, gone, at) for at in worst(slack)} - {None}
-            if not heavy:
+            lack = ((at, -int(slack[at])) for at in worst(slack))
+            found = [heavy(self._case, away.replays, gone, at, lacking) for at, lacking in lack]
+            if not any(found):
                 return None
-            wish = replace(wish, values=wish.values - heavy)
+            wish = replace(wish, values=wish.values.difference(*found))
         return None
 
     def _filled(self, fitting: Fitting, asked: Wish) -> Fitting | None:

@@ -20,13 +20,14 @@ def worst(slack: Bytes) -> list[int]:
     return [int(ops[np.argmin(slack[ops])]) for ops in stretches if len(ops)]
 
 
-def heaviest(
-    case: Case, replays: Mapping[int, Recompute], gone: Collection[int], at: int
-) -> int | None:
-    """The value whose replay takes most bytes during an op, None if none takes any.
+def heavy(
+    case: Case, replays: Mapping[int, Recompute], gone: Collection[int], at: int, lacking: int
+) -> set[int]:
+    """Values whose replays take most bytes during an op, enough of them to give back ``lacking``.
 
-    While it runs these are what it makes beside its value. Before and after, those of its
-    sources that were ``gone`` and are back before backward itself reads them.
+    While one runs these are what it makes beside its value. Before and after, those of its
+    sources that were ``gone`` and are back before backward itself reads them. Empty if none takes
+    any.
     """
     trace, taken = case.trace, dict[int, int]()
     for value, replay in replays.items():
@@ -36,5 +37,10 @@ def heaviest(
         taken[value] = sum(held_bytes(case, it) for it in early if at < read_by(trace.values[it]))
         if replay.at == at:
             taken[value] += replay_bytes(trace, value, replay, case.hardware.allocator)
-    most = max(taken, key=lambda value: (taken[value], value), default=None)
-    return most if most is not None and taken[most] > 0 else None
+    found = set[int]()
+    for value in sorted(taken, key=lambda value: (-taken[value], -value)):
+        if lacking <= 0 or taken[value] <= 0:
+            break
+        found.add(value)
+        lacking -= taken[value]
+    return found

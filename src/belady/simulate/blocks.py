@@ -13,15 +13,18 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from belady.ir.codecs import passes
 from belady.ir.curves import managed_room, tier_curve
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Plan, Recompute
+from belady.ir.plan import Encode, Plan, Recompute
 from belady.ir.residency import Interval, intervals
 from belady.ir.scratch import ReplayStep, chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 
-# Smaller ones come from segments of their own, in all a few MiB; a hole keeps such a rest.
+# Smaller ones come from segments of their own, in all a few MiB.
 _SMALL = 1 << 20
+# What is left of a hole is one again, down to this size.
+_LEAST = 512
 # After so many iterations the next ones find what the last one did.
 _ITERATIONS = 2
 # What is simulated leaves so much of a budget at least: small blocks are not.
@@ -108,12 +111,20 @@ def excess(trace: Trace, plan: Plan, allocator: Allocator) -> float:
 
 
 def _needed(nbytes: int, allocator: Allocator) -> float:
-    """What is simulated, and what is not: small blocks, but none of what is there all the time."""
-    return nbytes + (_AGREES - 1) * max(0, nbytes - allocator.settled_bytes)
+    """What is simulated, and what is not: small blocks, and whole pages, which torch maps.
+
+    Nothing for what is there all the time.
+    """
+    moving = max(0, nbytes - allocator.settled_bytes)
+    return nbytes + max((_AGREES - 1) * moving, allocator.margin_bytes)
 
 
 class _Again(NamedTuple):
-    """A replay: its last op, after which those at one boundary are ordered, and its block."""
+    """A replay, or a value that is encoded or decoded, and its block.
+
+    Those at one boundary are in the order in which their readers ask for them: that of the ops of
+    forward that made them.
+    """
 
     order: int
     block: int
@@ -124,7 +135,8 @@ class _Again(NamedTuple):
 class _Step(NamedTuple):
     """What is taken and given back around one op, in this order; blocks by number, with bytes.
 
-    ``back`` has copies alone; what is made again is placed where its replay makes it.
+    ``back`` has copies alone, in the order of the plan, as engines issue them; what is made again
+    is placed where its replay makes it.
     """
 
     freed: list[int]
@@ -141,6 +153,8 @@ def _steps(
     end = len(trace.ops)
     steps = [_Step([], [], [], [], []) for _ in range(end + 1)]
     spans, decisions = intervals(trace, plan), plan.decisions
+    issued = {value: order for order, value in enumerate(decisions)}
+    spans.sort(key=lambda span: issued.get(span.value, -1))
     lasting = _at_once(_gradients(trace, spans), end) if gradients_apart else 0
     for block, span in enumerate(spans):
         start, over = min(span.start, end), min(span.end, end)
@@ -153,9 +167,10 @@ def _steps(
             steps[start].workspace.append(nbytes)
         elif storage.persistent and not gradient:
             lasting += nbytes
-        elif isinstance(again := decisions.get(span.value), Recompute):
-            run = replay_steps(trace, span.value, again, allocator)
-            steps[start].replays.append(_Again(again.ops[-1], block, nbytes, run))
+        elif isinstance(again := decisions.get(span.value), Recompute | Encode):
+            run = _making(trace, span.value, again, allocator)
+            order = trace.values[span.value].producer
+            steps[start].replays.append(_Again(order, block, nbytes, run))
             steps[over].freed.append(block)
         elif nbytes > _SMALL:
             taken = steps[start].born if span.value < 0 else steps[start].back
@@ -165,6 +180,15 @@ def _steps(
     for index, op in enumerate(trace.ops):
         steps[index].workspace.append(allocator.held(chosen.get(index, op.workspace_bytes)))
     return lasting, steps
+
+
+def _making(
+    trace: Trace, value: int, decision: Recompute | Encode, allocator: Allocator
+) -> list[ReplayStep]:
+    if isinstance(decision, Recompute):
+        return replay_steps(trace, value, decision, allocator)
+    nbytes = trace.storages[trace.values[value].storage].nbytes
+    return [ReplayStep([], allocator.held(passes(decision, nbytes).scratch), [], 0)]
 
 
 class _Stretch:
@@ -195,7 +219,7 @@ class _Stretch:
         self._fill(address)
         self.end = max(self.end, address + size)
         rest = size - nbytes
-        if rest > _SMALL:
+        if rest >= _LEAST:
             self._open(address + nbytes, rest)
             size = nbytes
         self._taken[address] = size
@@ -216,9 +240,9 @@ class _Stretch:
         """Take and give back what a replay does, and note ``where`` the block of its value is."""
         beside: dict[int, int] = {}
         for step in replay.steps:
-            if step.makes and replay.nbytes > _SMALL:
-                where[replay.block] = self.take(replay.nbytes)
-            for storage, nbytes in step.taken:
+            for place, (storage, nbytes) in enumerate((*step.taken, (-1, 0))):
+                if place == step.makes and replay.nbytes > _SMALL:
+                    where[replay.block] = self.take(replay.nbytes)
                 if nbytes > _SMALL:
                     beside[storage] = self.take(nbytes)
             self.take_for_now([step.workspace])

@@ -16,7 +16,8 @@ from belady.ir.trace import Phase, Tier, Trace
 from belady.measure.monitor import Sample
 from belady.measure.progress import Progress
 from belady.measure.stages import Policy, Stage
-from belady.measure.verification import Trial, Verification
+from belady.measure.trial import Trial
+from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
 from belady.planners import plan, smallest_budget
 from belady.planners.workspace import LEAN
@@ -104,7 +105,7 @@ def test_memory_is_in_one_piece_again_when_a_plan_has_settled(leaner: bool, sett
 
 def test_memory_far_below_its_budget_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms: list[int] = []
-    monkeypatch.setattr("belady.measure.verification.SPARE_BYTES", 0)
+    monkeypatch.setattr("belady.measure.trial.SPARE_BYTES", 0)
     monkeypatch.setattr("belady.measure.progress.make_room", lambda _, room: rooms.append(room))
     carrier = cast(Carrier, SimpleNamespace(device=torch.device("cpu"), reserve=lambda _: None))
     for budget, cleared in ((PLENTY, 1), (Budget(2 * MIB), 2)):

@@ -14,7 +14,8 @@ from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
 from belady.measure.stages import Policy
 from belady.measure.tightening import NOTHING
-from belady.measure.verification import Trial, Verification, best
+from belady.measure.trial import Trial, best
+from belady.measure.verification import Verification
 from belady.planners import smallest_budget
 from tests.support.builder import OpSpec, build_trace
 from tests.unit.report.drawn import ALLOCATOR, GPU, MIB

@@ -8,10 +8,11 @@ from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Storage, StorageKind, Tier
-from belady.measure import verification
+from belady.measure import trial as trials
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
-from belady.measure.verification import Trial, Verification, verified
+from belady.measure.trial import Trial
+from belady.measure.verification import Verification, verified
 from belady.planners import plan, smallest_budget
 from tests.unit.simulate.cases import gpu, trace_of
 
@@ -94,7 +95,7 @@ def test_other_policies_keep_to_the_stated_margin() -> None:
 def test_only_near_the_cap_is_memory_set_aside_in_one_piece(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verification, "SPARE_BYTES", 0)
+    monkeypatch.setattr(trials, "SPARE_BYTES", 0)
     near, far = first("auto", int(1.25 * PEAK))[0], first("auto", 10 * PEAK)[0]
     assert near.room(PEAK, 0) == pytest.approx(1.2 * PEAK, abs=1)
     assert far.room(PEAK, 0) == far.room(PEAK, PEAK) == 0
@@ -104,7 +105,7 @@ def test_what_blocks_take_is_set_aside_too_up_to_what_is_spared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spare, budget = PEAK // 100, int(1.25 * PEAK)
-    monkeypatch.setattr(verification, "SPARE_BYTES", spare)
+    monkeypatch.setattr(trials, "SPARE_BYTES", spare)
     near = first("auto", budget)[0]
     assert near.room(PEAK, int(1.22 * PEAK)) == int(1.22 * PEAK)
     assert near.room(PEAK, 2 * PEAK) == budget - spare
@@ -157,6 +158,23 @@ def test_of_a_wider_margin_as_much_is_tried_as_there_is_room_for(
     samples = [Sample(0.0, 16.0)]
     _, better = verification.better(BIG, [verified(trial, BIG, measured, samples)], samples)
     assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(1e9, True), (1.0, False)])
+def test_no_plan_is_tried_that_is_foretold_to_be_slower_than_one_that_ran_without_flushes(
+    seconds: float, tried: bool
+) -> None:
+    verification = Verification(Policy("lifetime", Budget(6 * MIB)), QUICK)
+    trial = verification.first(BIG)
+    peak = trial.plan.predicted_peak_bytes
+    wide = replace(QUICK.allocator, margin_fraction=1.2)
+    measured = Measured(1, seconds, (seconds,), (TierPeak(Tier.DEVICE, peak),), peak)
+    calm = Trial(trial.plan, replace(QUICK, allocator=wide), "lifetime", measured)
+    flushed = replace(measured, reserved_bytes=2 * peak - MIB, allocation_retries=3)
+    samples = [Sample(0.0, 16.0)]
+    last = verified(trial, BIG, flushed, samples)
+    _, better = verification.better(BIG, [calm, last], samples)
+    assert (better is not None) is tried
 
 
 def needing(monkeypatch: pytest.MonkeyPatch, most: float) -> None:

@@ -9,7 +9,7 @@ from belady.ir.plan import Recompute
 from belady.ir.trace import Trace
 from belady.planners import plan
 from belady.planners.moves import Case, movable
-from belady.planners.repairs import heaviest, worst
+from belady.planners.repairs import heavy, worst
 from belady.planners.segments import bottlenecks, segmented
 from belady.planners.spread import held_bytes
 from belady.simulate import bound
@@ -69,17 +69,21 @@ def test_the_worst_op_of_each_stretch_without_room() -> None:
     assert worst(np.array([0, 1])) == []
 
 
-def test_the_heaviest_replay_is_the_one_whose_end_helps_most() -> None:
+def test_the_heaviest_replays_are_those_whose_end_helps_most() -> None:
     trace, hardware = build_trace([SMALL, LARGE, SMALL, SMALL, LARGE, SMALL]), gpu()
     case = Case(trace, hardware, PLENTY)
     values = [written(trace, op) for op in range(6)]
     firsts = [trace.values[value].first_read or 0 for value in values]
     light = Recompute((3,), firsts[3])
-    heavy = Recompute((1, 2), firsts[2])
-    replays = {values[3]: light, values[2]: heavy}
-    assert heaviest(case, replays, (), firsts[2]) == values[2]
+    long = Recompute((1, 2), firsts[2])
+    replays = {values[3]: light, values[2]: long}
+    assert heavy(case, replays, (), firsts[2], 1) == {values[2]}
     # What another starts from is back early on its account, until it is read itself.
     gone = {values[2]: firsts[2], values[0]: firsts[0]}
-    assert heaviest(case, replays, gone, firsts[3]) == values[3]
-    assert heaviest(case, replays, gone, firsts[2] + 1) == values[2]
-    assert heaviest(case, {}, gone, firsts[3]) is None
+    assert heavy(case, replays, gone, firsts[3], 1) == {values[3]}
+    assert heavy(case, replays, gone, firsts[2] + 1, 1) == {values[2]}
+    assert heavy(case, {}, gone, firsts[3], 1) == set()
+    # As many as take what is lacking, and no more of them.
+    both = {values[3]: light, values[4]: Recompute((1, 2, 3, 4), firsts[4])}
+    assert len(heavy(case, both, gone, firsts[3], 1)) == 1
+    assert heavy(case, both, gone, firsts[3], 2**40) == {*both}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from belady.ir.curves import curve, tier_curve
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Assignment, Budget, Keep, Offload, Plan, Recompute
+from belady.ir.plan import Assignment, Budget, Encode, Keep, Offload, Plan, Recompute
 from belady.ir.residency import intervals
 from belady.ir.scratch import chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
@@ -72,6 +72,51 @@ def test_what_is_made_again_lies_where_its_own_op_puts_it() -> None:
     # Above what the op before it made, which leaves a hole.
     assert where == {7: 10 * MIB}
     assert stretch.take(10 * MIB) == 0
+
+
+@pytest.mark.parametrize(("place", "address"), [(0, 0), (1, 4 * MIB)])
+def test_a_replay_makes_the_results_of_an_op_one_after_another(place: int, address: int) -> None:
+    """Indices of a pooling, say, lie behind its result, which goes at once."""
+    op = OpSpec(nbytes=4 * MIB, saves_output=True, replayable=True)
+    trace = build_trace([op] * 2)
+    both = tuple(of.writes[0] for of in trace.ops[:2])
+    pooling = replace(trace.ops[1], writes=both, shortcut=None)
+    trace = replace(trace, ops=(trace.ops[0], pooling, *trace.ops[2:]))
+    steps = replay_steps(trace, both[place], Recompute((1,), 3), EXACT)
+    stretch, where = blocks._Stretch(), dict[int, int]()
+    stretch.run(blocks._Again(1, 7, 4 * MIB, steps), where)
+    assert where == {7: address}
+    assert stretch.end == 8 * MIB
+
+
+def steps_of(trace: Trace, *assignments: Assignment) -> list[blocks._Step]:
+    plan = Plan(trace.fingerprint, "made", Budget(1 << 60), assignments)
+    return blocks._steps(trace, plan, EXACT, False)[1]
+
+
+def test_copies_come_back_in_the_order_of_the_plan() -> None:
+    trace = trace_of([1.0] * 8, [(8 * MIB, 0, 6), (4 * MIB, 1, 7)])
+    moves = [Assignment(value, Offload(Tier.HOST, 1, 2, 5, 6 + value)) for value in (0, 1)]
+    for order in (1, -1):
+        back = [nbytes for _, nbytes in steps_of(trace, *moves[::order])[5].back]
+        assert back == [8 * MIB, 4 * MIB][::order]
+
+
+def test_what_is_decoded_comes_after_copies_and_in_the_order_of_what_made_it() -> None:
+    op = OpSpec(nbytes=8 * MIB, saves_output=True, replayable=True)
+    trace = build_trace([op] * 6)
+    made = [of.writes[0] for of in trace.ops[:3]]
+    at = trace.values[made[2]].first_read or 0
+    packed = Assignment(made[2], Encode("bits", 2 * MIB, 3, at))
+    replay = Assignment(made[1], Recompute((1,), at))
+    copy = Assignment(made[0], Offload(Tier.HOST, 1, 2, at, at))
+    steps = steps_of(trace, packed, replay, copy)
+    assert [nbytes for _, nbytes in steps[at].back] == [8 * MIB]
+    assert [(it.order, it.nbytes) for it in sorted(steps[at].replays)] == [
+        (1, 8 * MIB),
+        (2, 8 * MIB),
+    ]
+    assert [(it.order, it.nbytes) for it in steps[3].replays] == [(2, 2 * MIB)]
 
 
 @pytest.mark.parametrize(("apart", "expected"), [(False, 16), (True, 24)])
@@ -148,6 +193,8 @@ def test_what_is_over_a_budget_is_said_with_room_for_small_blocks() -> None:
 
     assert over(16 * 1.03) < 0 < over(16 * 1.01)
     assert over(8) == pytest.approx(1.04)
+    # Pages are whole, so that a small budget needs more.
+    assert over(16, replace(stated, margin_bytes=MIB)) == pytest.approx(1 / 16)
     # Small blocks are none of those that are there all the time.
     settled = replace(stated, settled_bytes=16 * MIB)
     assert over(16, settled) == pytest.approx(0)
@@ -181,7 +228,7 @@ class Slow:
             size = max(nbytes, self.found[at][0])
         else:
             at, size = len(self.found), nbytes
-        rest = [(size - nbytes, False)] if size - nbytes > blocks._SMALL else []
+        rest = [(size - nbytes, False)] if size - nbytes >= blocks._LEAST else []
         self.found[at : at + 1] = [(size - sum(it for it, _ in rest), True), *rest]
         return sum(it for it, _ in self.found[:at])
 

@@ -1,0 +1,77 @@
+"""A plan that is tried: what it was made for, and what was measured under it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Plan
+from belady.ir.timeline import Measured
+from belady.ir.trace import Tier
+from belady.memory.cap import SPARE_BYTES
+
+# Part of a budget up to which a plan needs nothing of the allocator.
+_NEAR = 0.5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan, the machine as it was taken to be, and what was measured under it.
+
+    Attributes
+    ----------
+    policy
+        Who was asked for it, and is asked again.
+    """
+
+    plan: Plan
+    hardware: HardwareProfile
+    policy: str
+    measured: Measured | None = None
+
+    def room(self, peak_bytes: int, blocks_bytes: int) -> int:
+        """Bytes that torch's allocator should hold in one piece for a plan with this peak.
+
+        All that is needed, and what blocks are foretold to take: under a cap torch maps more at
+        the end of a piece only where there is room for the whole of what is asked for, however much
+        of it is free there. 0 where the budget is far above: only near its cap does torch have to
+        fit blocks.
+        """
+        allocator, budget = self.hardware.allocator, self.plan.budget.device_bytes
+        needed = replace(allocator, margin_bytes=0).budget_for(peak_bytes)
+        if needed <= _NEAR * budget:
+            return 0
+        return min(max(needed, blocks_bytes) + allocator.margin_bytes, budget - SPARE_BYTES)
+
+    def keeps(self) -> bool:
+        """Whether what was measured kept to the budget."""
+        m = self.measured
+        return m is None or max(m.peak(Tier.DEVICE), m.reserved_bytes) <= (
+            self.plan.budget.device_bytes
+        )
+
+
+def best(tried: Sequence[Trial]) -> Trial:
+    """Of plans that kept to the budget, then under which the allocator had room, the fastest."""
+
+    def preference(trial: Trial) -> tuple[bool, bool, float]:
+        measured = trial.measured
+        if measured is None:
+            return True, True, 0.0
+        return not trial.keeps(), bool(measured.allocation_retries), measured.seconds
+
+    return min(tried, key=preference)
+
+
+def fastest(tried: Sequence[Trial]) -> float:
+    """Seconds measured under a plan that kept to the budget without flushes; infinite if none."""
+    found = (it.measured for it in tried if it.keeps())
+    return min((it.seconds for it in found if it and not it.allocation_retries), default=math.inf)
+
+
+def margin(trial: Trial) -> tuple[float, bool]:
+    """The margin of a plan that was measured, and whether the allocator had to flush its cache."""
+    flushed = trial.measured is not None and trial.measured.allocation_retries > 0
+    return trial.hardware.allocator.margin_fraction, flushed
