@@ -9,8 +9,7 @@ held is lost between blocks, or in holes too small for a large one.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from belady.ir.codecs import passes
@@ -20,11 +19,14 @@ from belady.ir.plan import Encode, Plan, Recompute
 from belady.ir.residency import Interval, intervals
 from belady.ir.scratch import ReplayStep, chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
+from belady.simulate.stretch import Stretch
 
 # Smaller ones come from segments of their own, in all a few MiB.
 _SMALL = 1 << 20
-# What is left of a hole is one again, down to this size.
-_LEAST = 512
+# Blocks of up to so many bytes that may be elsewhere, too.
+_ELSEWHERE = (4 << 20, 16 << 20)
+# Number of the first block that is taken for one op alone, and those after it are below.
+_FOR_NOW = -(1 << 40)
 # After so many iterations the next ones find what the last one did.
 _ITERATIONS = 2
 # What is simulated leaves so much of a budget at least: small blocks are not.
@@ -33,32 +35,41 @@ _AGREES = 1.02
 _APART_COSTS = 0.05
 
 
-def reserved_bytes(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_apart: bool) -> int:
-    """Bytes that torch's allocator reserves in iterations under ``plan``, if nothing stops it.
+class Blocks(NamedTuple):
+    """What is there all the time, in bytes, and the blocks of an iteration, as they come and go."""
 
-    Where that is more than its cap, it flushes its cache in every iteration, or is out of memory.
+    lasting: int
+    events: list[_Event]
 
-    Parameters
-    ----------
-    gradients_apart
-        Whether gradients have memory of their own, which is idle while there are none.
-    """
-    lasting, steps = _steps(trace, plan, allocator, gradients_apart)
-    stretch = _Stretch()
+    def reserved_bytes(self) -> int:
+        """Bytes that torch's allocator reserves in iterations, if nothing stops it.
+
+        Where that is more than its cap, it flushes its cache in every iteration, or is out of
+        memory.
+        """
+        return self.lasting + _end(self.events, _SMALL)
+
+    def most_bytes(self, reserved: int) -> int:
+        """The most that it may reserve, which is ``reserved`` at least.
+
+        Where small blocks lie decides where large ones fit, and nobody foretells it: some find room
+        in what was there before. So it is the most that is needed without those of some size.
+        """
+        found = (self.lasting + _end(self.events, least) for least in _ELSEWHERE)
+        return max(reserved, *found)
+
+
+def _end(events: Sequence[_Event], least: int) -> int:
+    """Bytes that a stretch grows to if blocks of up to ``least`` bytes are not in it."""
+    stretch = Stretch()
     for _ in range(_ITERATIONS):
         where: dict[int, int] = {}
-        for step in steps:
-            for block in step.freed:
-                if block in where:
-                    stretch.free(where.pop(block))
-            for block, nbytes in step.back:
+        for block, nbytes in events:
+            if nbytes > least:
                 where[block] = stretch.take(nbytes)
-            for replay in sorted(step.replays):
-                stretch.run(replay, where)
-            for block, nbytes in step.born:
-                where[block] = stretch.take(nbytes)
-            stretch.take_for_now(step.workspace)
-    return lasting + stretch.end + managed_room(trace, plan, allocator)
+            elif not nbytes and block in where:
+                stretch.free(where.pop(block))
+    return stretch.end
 
 
 class InBlocks(NamedTuple):
@@ -69,19 +80,22 @@ class InBlocks(NamedTuple):
 
 
 def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
-    """Foretell `reserved_bytes`, and where gradients should be.
+    """Foretell the most that is reserved, and where gradients should be.
 
     Among the rest they leave it in pieces; apart they are idle in forward, which can be more. Under
     a plan that moves nothing they stay where they are, and where they have to for it to fit.
     """
-    among = reserved_bytes(trace, plan, allocator, gradients_apart=False)
+    beside = managed_room(trace, plan, allocator)
+    among = blocks_of(trace, plan, allocator, gradients_apart=False)
+    here = among.reserved_bytes()
     if plan.moves_nothing:
-        return InBlocks(among, False)
-    apart = reserved_bytes(trace, plan, allocator, gradients_apart=True)
-    budget = plan.budget.device_bytes
-    saves = _needed(among, allocator) <= budget < _needed(apart, allocator)
-    costs = saves or among < apart - _APART_COSTS * budget
-    return InBlocks(among, False) if costs else InBlocks(apart, True)
+        return InBlocks(among.most_bytes(here) + beside, False)
+    apart = blocks_of(trace, plan, allocator, gradients_apart=True)
+    there, budget = apart.reserved_bytes(), plan.budget.device_bytes - beside
+    saves = _needed(here, allocator) <= budget < _needed(there, allocator)
+    if saves or here < there - _APART_COSTS * budget:
+        return InBlocks(among.most_bytes(here) + beside, False)
+    return InBlocks(apart.most_bytes(there) + beside, True)
 
 
 def gradient_bytes(trace: Trace, plan: Plan, least: int) -> int:
@@ -113,10 +127,17 @@ def excess(trace: Trace, plan: Plan, allocator: Allocator) -> float:
 def _needed(nbytes: int, allocator: Allocator) -> float:
     """What is simulated, and what is not: small blocks, and whole pages, which torch maps.
 
-    Nothing for what is there all the time.
+    None of the former for what is there all the time.
     """
     moving = max(0, nbytes - allocator.settled_bytes)
-    return nbytes + max((_AGREES - 1) * moving, allocator.margin_bytes)
+    return nbytes + (_AGREES - 1) * moving + allocator.margin_bytes
+
+
+class _Event(NamedTuple):
+    """A block is taken, or given back, which is of 0 bytes."""
+
+    block: int
+    nbytes: int
 
 
 class _Again(NamedTuple):
@@ -140,10 +161,30 @@ class _Step(NamedTuple):
     """
 
     freed: list[int]
-    back: list[tuple[int, int]]
+    back: list[_Event]
     replays: list[_Again]
-    born: list[tuple[int, int]]
+    born: list[_Event]
     workspace: list[int]
+
+
+def blocks_of(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_apart: bool) -> Blocks:
+    """The blocks of an iteration under ``plan``.
+
+    Parameters
+    ----------
+    gradients_apart
+        Whether gradients have memory of their own, which is idle while there are none.
+    """
+    lasting, steps = _steps(trace, plan, allocator, gradients_apart)
+    found: list[_Event] = []
+    for step in steps:
+        found += (_Event(block, 0) for block in step.freed)
+        found += step.back
+        for replay in sorted(step.replays):
+            found += _during(replay)
+        found += step.born
+        found += _for_now(step.workspace)
+    return Blocks(lasting, found)
 
 
 def _steps(
@@ -165,17 +206,21 @@ def _steps(
         if gradient and gradients_apart:
             # It is copied from where it was made.
             steps[start].workspace.append(nbytes)
-        elif storage.persistent and not gradient:
+            continue
+        if storage.persistent and not gradient:
             lasting += nbytes
-        elif isinstance(again := decisions.get(span.value), Recompute | Encode):
+            continue
+        again = decisions.get(span.value)
+        if nbytes <= _SMALL and not isinstance(again, Recompute):
+            continue
+        if isinstance(again, Recompute | Encode):
             run = _making(trace, span.value, again, allocator)
             order = trace.values[span.value].producer
             steps[start].replays.append(_Again(order, block, nbytes, run))
-            steps[over].freed.append(block)
-        elif nbytes > _SMALL:
+        else:
             taken = steps[start].born if span.value < 0 else steps[start].back
-            taken.append((block, nbytes))
-            steps[over].freed.append(block)
+            taken.append(_Event(block, nbytes))
+        steps[over].freed.append(block)
     chosen = chosen_workspaces(trace, plan)
     for index, op in enumerate(trace.ops):
         steps[index].workspace.append(allocator.held(chosen.get(index, op.workspace_bytes)))
@@ -191,80 +236,20 @@ def _making(
     return [ReplayStep([], allocator.held(passes(decision, nbytes).scratch), [], 0)]
 
 
-class _Stretch:
-    """Memory that grows at its end.
+def _during(replay: _Again) -> Iterator[_Event]:
+    """The blocks of a replay: that of its value stays, what it makes beside is given back."""
+    for step in replay.steps:
+        # Numbers below 0 are of no value's block.
+        taken = [_Event(-2 - storage, nbytes) for storage, nbytes in step.taken]
+        if step.makes is not None:
+            taken.insert(step.makes, _Event(replay.block, replay.nbytes))
+        yield from taken
+        yield from _for_now([step.workspace])
+        yield from (_Event(-2 - storage, 0) for storage, _ in step.freed)
 
-    Attributes
-    ----------
-    end
-        Bytes mapped so far.
-    """
 
-    def __init__(self) -> None:
-        self.end = 0
-        self._holes: dict[int, int] = {}  # bytes by address
-        self._before: dict[int, int] = {}  # address by end
-        self._by_size: list[tuple[int, int]] = []
-        self._taken: dict[int, int] = {}
-
-    def take(self, nbytes: int) -> int:
-        """Address of a block; the hole at the end, which can grow, comes last."""
-        for index in range(bisect_left(self._by_size, (nbytes, -1)), len(self._by_size)):
-            size, address = self._by_size[index]
-            if address + size < self.end:
-                break
-        else:
-            address = self._before.get(self.end, self.end)
-            size = max(self._holes.get(address, 0), nbytes)
-        self._fill(address)
-        self.end = max(self.end, address + size)
-        rest = size - nbytes
-        if rest >= _LEAST:
-            self._open(address + nbytes, rest)
-            size = nbytes
-        self._taken[address] = size
-        return address
-
-    def free(self, address: int) -> None:
-        """Give a block back; it becomes one with the holes beside it."""
-        size = self._taken.pop(address)
-        if address + size in self._holes:
-            size += self._fill(address + size)
-        if address in self._before:
-            before = self._before[address]
-            size += self._fill(before)
-            address = before
-        self._open(address, size)
-
-    def run(self, replay: _Again, where: dict[int, int]) -> None:
-        """Take and give back what a replay does, and note ``where`` the block of its value is."""
-        beside: dict[int, int] = {}
-        for step in replay.steps:
-            for place, (storage, nbytes) in enumerate((*step.taken, (-1, 0))):
-                if place == step.makes and replay.nbytes > _SMALL:
-                    where[replay.block] = self.take(replay.nbytes)
-                if nbytes > _SMALL:
-                    beside[storage] = self.take(nbytes)
-            self.take_for_now([step.workspace])
-            for storage, _ in step.freed:
-                if storage in beside:
-                    self.free(beside.pop(storage))
-
-    def take_for_now(self, sizes: Iterable[int]) -> None:
-        """Take blocks one after another, and give all back."""
-        taken = [self.take(nbytes) for nbytes in sizes if nbytes > _SMALL]
-        for address in taken:
-            self.free(address)
-
-    def _open(self, address: int, size: int) -> None:
-        self._holes[address] = size
-        self._before[address + size] = address
-        insort(self._by_size, (size, address))
-
-    def _fill(self, address: int) -> int:
-        """Take a hole away, if there is one; gives its bytes."""
-        size = self._holes.pop(address, 0)
-        if size:
-            del self._before[address + size]
-            self._by_size.pop(bisect_left(self._by_size, (size, address)))
-        return size
+def _for_now(sizes: Iterable[int]) -> list[_Event]:
+    """Blocks that are taken one after another, and then all given back."""
+    large = (nbytes for nbytes in sizes if nbytes > _SMALL)
+    taken = [_Event(_FOR_NOW - place, nbytes) for place, nbytes in enumerate(large)]
+    return [*taken, *(_Event(number, 0) for number, _ in taken)]

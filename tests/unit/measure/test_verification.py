@@ -14,6 +14,7 @@ from belady.measure.stages import Policy
 from belady.measure.trial import Trial
 from belady.measure.verification import Verification, verified
 from belady.planners import plan, smallest_budget
+from belady.simulate.blocks import Blocks
 from tests.unit.simulate.cases import gpu, trace_of
 
 STATE = Storage("cuda", 0, StorageKind.STATE, 0, 6, 6, Tier.DEVICE)
@@ -180,11 +181,12 @@ def test_no_plan_is_tried_that_is_foretold_to_be_slower_than_one_that_ran_withou
 def needing(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
     """Blocks that need so many times the peak of their plan."""
 
-    def reserved(_: object, plan: Plan, *__: object, gradients_apart: bool) -> int:
+    def made(_: object, plan: Plan, *__: object, gradients_apart: bool) -> Blocks:
         # As with few gradients: among the rest they leave it in pieces.
-        return int((most if gradients_apart else 2 * most) * plan.predicted_peak_bytes)
+        times = most if gradients_apart else 2 * most
+        return Blocks(int(times * plan.predicted_peak_bytes), [])
 
-    monkeypatch.setattr("belady.simulate.blocks.reserved_bytes", reserved)
+    monkeypatch.setattr("belady.simulate.blocks.blocks_of", made)
 
 
 @pytest.mark.parametrize(("most", "margin"), [(1.25, 0.2), (1.45, 0.397), (2.1, 0.2)])

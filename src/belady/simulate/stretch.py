@@ -1,0 +1,67 @@
+"""A stretch of memory as expandable segments of torch's allocator have it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+# What is left of a hole is one again, down to this size.
+LEAST = 512
+
+
+class Stretch:
+    """Memory that grows at its end.
+
+    Attributes
+    ----------
+    end
+        Bytes mapped so far.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._holes: dict[int, int] = {}  # bytes by address
+        self._before: dict[int, int] = {}  # address by end
+        self._by_size: list[tuple[int, int]] = []
+        self._taken: dict[int, int] = {}
+
+    def take(self, nbytes: int) -> int:
+        """Address of a block; the hole at the end, which can grow, comes last."""
+        for index in range(bisect_left(self._by_size, (nbytes, -1)), len(self._by_size)):
+            size, address = self._by_size[index]
+            if address + size < self.end:
+                break
+        else:
+            address = self._before.get(self.end, self.end)
+            size = max(self._holes.get(address, 0), nbytes)
+        self._fill(address)
+        self.end = max(self.end, address + size)
+        rest = size - nbytes
+        if rest >= LEAST:
+            self._open(address + nbytes, rest)
+            size = nbytes
+        self._taken[address] = size
+        return address
+
+    def free(self, address: int) -> None:
+        """Give a block back; it becomes one with the holes beside it."""
+        size = self._taken.pop(address)
+        if address + size in self._holes:
+            size += self._fill(address + size)
+        if address in self._before:
+            before = self._before[address]
+            size += self._fill(before)
+            address = before
+        self._open(address, size)
+
+    def _open(self, address: int, size: int) -> None:
+        self._holes[address] = size
+        self._before[address + size] = address
+        insort(self._by_size, (size, address))
+
+    def _fill(self, address: int) -> int:
+        """Take a hole away, if there is one; gives its bytes."""
+        size = self._holes.pop(address, 0)
+        if size:
+            del self._before[address + size]
+            self._by_size.pop(bisect_left(self._by_size, (size, address)))
+        return size
