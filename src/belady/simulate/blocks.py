@@ -35,6 +35,10 @@ _AGREES = 1.02
 _APART_COSTS = 0.05
 
 
+# A block is taken, or given back, which is of 0 bytes: number and bytes.
+_Event = tuple[int, int]
+
+
 class Blocks(NamedTuple):
     """What is there all the time, in bytes, and the blocks of an iteration, as they come and go."""
 
@@ -133,13 +137,6 @@ def _needed(nbytes: int, allocator: Allocator) -> float:
     return nbytes + (_AGREES - 1) * moving + allocator.margin_bytes
 
 
-class _Event(NamedTuple):
-    """A block is taken, or given back, which is of 0 bytes."""
-
-    block: int
-    nbytes: int
-
-
 class _Again(NamedTuple):
     """A replay, or a value that is encoded or decoded, and its block.
 
@@ -178,12 +175,13 @@ def blocks_of(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_apart
     lasting, steps = _steps(trace, plan, allocator, gradients_apart)
     found: list[_Event] = []
     for step in steps:
-        found += (_Event(block, 0) for block in step.freed)
+        found += ((block, 0) for block in step.freed)
         found += step.back
         for replay in sorted(step.replays):
             found += _during(replay)
         found += step.born
-        found += _for_now(step.workspace)
+        if step.workspace:
+            found += _for_now(step.workspace)
     return Blocks(lasting, found)
 
 
@@ -205,7 +203,8 @@ def _steps(
         gradient = storage.kind is StorageKind.GRADIENT
         if gradient and gradients_apart:
             # It is copied from where it was made.
-            steps[start].workspace.append(nbytes)
+            if nbytes > _SMALL:
+                steps[start].workspace.append(nbytes)
             continue
         if storage.persistent and not gradient:
             lasting += nbytes
@@ -219,11 +218,13 @@ def _steps(
             steps[start].replays.append(_Again(order, block, nbytes, run))
         else:
             taken = steps[start].born if span.value < 0 else steps[start].back
-            taken.append(_Event(block, nbytes))
+            taken.append((block, nbytes))
         steps[over].freed.append(block)
     chosen = chosen_workspaces(trace, plan)
     for index, op in enumerate(trace.ops):
-        steps[index].workspace.append(allocator.held(chosen.get(index, op.workspace_bytes)))
+        nbytes = chosen.get(index, op.workspace_bytes)
+        if nbytes > _SMALL:
+            steps[index].workspace.append(allocator.held(nbytes))
     return lasting, steps
 
 
@@ -240,16 +241,16 @@ def _during(replay: _Again) -> Iterator[_Event]:
     """The blocks of a replay: that of its value stays, what it makes beside is given back."""
     for step in replay.steps:
         # Numbers below 0 are of no value's block.
-        taken = [_Event(-2 - storage, nbytes) for storage, nbytes in step.taken]
+        taken = [(-2 - storage, nbytes) for storage, nbytes in step.taken]
         if step.makes is not None:
-            taken.insert(step.makes, _Event(replay.block, replay.nbytes))
+            taken.insert(step.makes, (replay.block, replay.nbytes))
         yield from taken
-        yield from _for_now([step.workspace])
-        yield from (_Event(-2 - storage, 0) for storage, _ in step.freed)
+        if step.workspace > _SMALL:
+            yield from _for_now([step.workspace])
+        yield from ((-2 - storage, 0) for storage, _ in step.freed)
 
 
 def _for_now(sizes: Iterable[int]) -> list[_Event]:
     """Blocks that are taken one after another, and then all given back."""
-    large = (nbytes for nbytes in sizes if nbytes > _SMALL)
-    taken = [_Event(_FOR_NOW - place, nbytes) for place, nbytes in enumerate(large)]
-    return [*taken, *(_Event(number, 0) for number, _ in taken)]
+    taken = [(_FOR_NOW - place, nbytes) for place, nbytes in enumerate(sizes)]
+    return [*taken, *((number, 0) for number, _ in taken)]

@@ -29,12 +29,12 @@ class Stretch:
         for index in range(bisect_left(self._by_size, (nbytes, -1)), len(self._by_size)):
             size, address = self._by_size[index]
             if address + size < self.end:
+                del self._by_size[index], self._holes[address], self._before[address + size]
                 break
         else:
             address = self._before.get(self.end, self.end)
-            size = max(self._holes.get(address, 0), nbytes)
-        self._fill(address)
-        self.end = max(self.end, address + size)
+            size = max(self._fill(address), nbytes)
+            self.end = max(self.end, address + size)
         rest = size - nbytes
         if rest >= LEAST:
             self._open(address + nbytes, rest)

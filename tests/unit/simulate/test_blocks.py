@@ -163,8 +163,8 @@ def test_the_most_that_blocks_need_is_with_small_ones_or_without() -> None:
     """A small block beside a hole that joins it, or leaves it too small for what comes."""
     sizes = [8, 3, 8, 0, 0, 11]
     numbers = [0, 1, 2, 0, 1, 3]
-    made = [blocks._Event(at, size * MIB) for at, size in zip(numbers, sizes, strict=True)]
-    found = blocks.Blocks(5, [*made, *(blocks._Event(at, 0) for at in (2, 3))])
+    made = [(at, size * MIB) for at, size in zip(numbers, sizes, strict=True)]
+    found = blocks.Blocks(5, [*made, (2, 0), (3, 0)])
     assert found.reserved_bytes() == 5 + 19 * MIB
     assert found.most_bytes(found.reserved_bytes()) == 5 + 27 * MIB
     assert found.most_bytes(30 * MIB) == 30 * MIB
