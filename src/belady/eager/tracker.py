@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +14,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from belady.eager.callbacks import Callback, Untraced
 from belady.eager.conductor import Conductor
 from belady.eager.iteration import Iteration
 from belady.forwards import Late, is_patched
+from belady.measure.calls import inside_compiled
 from belady.measure.key import Key, pass_key
 from belady.measure.monitor import Sample
 from belady.measure.stages import Stage
@@ -54,8 +55,8 @@ class Tracker:
         self._prepare = prepare
         self._ended = ended
         self._handles: list[Any] = [
-            register_optimizer_step_pre_hook(_Hook(self, "_optimizer_begins")),
-            register_optimizer_step_post_hook(_Hook(self, "_optimizer_ended")),
+            register_optimizer_step_pre_hook(Untraced(self, "_optimizer_begins")),
+            register_optimizer_step_post_hook(Untraced(self, "_optimizer_ended")),
         ]
         self._iteration: Iteration | None = None
         self._inside: torch.nn.Module | None = None
@@ -76,8 +77,8 @@ class Tracker:
             self._late.append(Late(module))
             self._late[-1].attach()
         self._handles += [
-            module.register_forward_pre_hook(_Hook(self, "enter"), with_kwargs=True),
-            module.register_forward_hook(_Hook(self, "_leave"), always_call=True),
+            module.register_forward_pre_hook(Callback(self, "enter"), with_kwargs=True),
+            module.register_forward_hook(Callback(self, "_leave"), always_call=True),
         ]
         return True
 
@@ -135,7 +136,7 @@ class Tracker:
                 self._iteration = conductor.start(key, module, call)
             observation = self._iteration.observation
             if observation is not None and not self._whole:
-                observation.on_interrupted = _Hook(self, "_abort")
+                observation.on_interrupted = Callback(self, "_abort")
         else:
             with self._by_itself():
                 conductor.enter(self._iteration, key, module, call)
@@ -232,8 +233,10 @@ class Tracker:
             return
         self._stepped = True
         self.conductor.stepped(self._iteration, optimizer)
-        if torch._C._current_graph_task_id() != -1 or self._thread != threading.get_ident():
-            # A step for each parameter, out of backward: the iteration ends where the next begins.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or self._thread != threading.get_ident() or inside_compiled():
+            # A step for each parameter, out of backward, or a compiled one: the iteration ends
+            # where the next begins.
             self._over = True
         elif not self._whole and self._inside is None:
             self._finish()
@@ -273,27 +276,3 @@ class Tracker:
         iteration, self._iteration = self._iteration, None
         if iteration is not None:
             iteration.abort()
-
-
-class _Hook:
-    """A hook that keeps no tracker alive, and that a copied or saved model leaves behind."""
-
-    def __init__(self, tracker: Tracker, method: str) -> None:
-        self._tracker = weakref.ref(tracker)
-        self._method = method
-
-    def __call__(self, *args: Any) -> None:
-        tracker = self._tracker()
-        if tracker is not None:
-            getattr(tracker, self._method)(*args)
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*_args: Any) -> None:
-    """Stand for a hook of belady in a copy of a model."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -225,3 +226,17 @@ def compiled_anything() -> bool:
     return contexts is not None and any(
         backend is not None for backend in contexts.cached_backends.values()
     )
+
+
+def inside_compiled() -> bool:
+    """Whether what is called in this thread, by what torch.compile is not to see, is compiled code.
+
+    At its end that sets back which modes there were: none may end inside.
+    """
+    frame: FrameType | None = sys._getframe()
+    found = 0
+    while frame is not None:
+        found += frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        frame = frame.f_back
+    # One keeps the compiler from seeing the caller.
+    return found > 1
