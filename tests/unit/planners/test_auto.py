@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from belady.errors import InfeasibleBudgetError
-from belady.ir.plan import Budget
+from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners import POLICIES, plan, smallest_budget
 from belady.planners.vdnn_layers import Kind, kind_of
@@ -46,6 +46,23 @@ def test_the_fastest_that_fits(link_rate: float) -> None:
         assert made.predicted_seconds == min(it.predicted_seconds for it in others.values())
         assert made.decisions == others[made.planner].decisions
         assert made.assignments == others[made.planner].assignments
+
+
+def test_one_whose_blocks_do_not_fit_counts_as_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, hardware = net(VGG), gpu()
+    smallest, largest = (
+        smallest_budget(policy, trace, hardware, PLENTY) for policy in ("auto", "baseline")
+    )
+    budget = Budget((smallest + largest) // 2)
+    fastest = plan("auto", trace, hardware, budget)
+
+    def lacking(_: Trace, made: Plan, __: object) -> float:
+        return 9.0 if f"auto:{made.planner}" == fastest.planner else -0.5
+
+    monkeypatch.setattr("belady.planners.auto.excess", lacking)
+    other = plan("auto", trace, hardware, budget)
+    assert other.planner != fastest.planner
+    assert other.predicted_seconds >= fastest.predicted_seconds
 
 
 def test_numerics_change_only_where_that_gains_something() -> None:
