@@ -133,10 +133,14 @@ class Admission:
         except InfeasibleBudgetError as error:
             # The order comes first: it changes no bit. But layers in slices run without.
             refusal = error if in_slices else self._ordering.answer(error, module, call)
-            if refusal is None:
+            ordered = self._ordering.judged
+            if refusal is None and not self._cutting.lacks_workspaces(module, call, ordered):
                 return
-            with self._ordering.given_up(module):
+            with self._ordering.given_up(module) as put_back:
                 if not self._cut(key, module, call):
+                    if refusal is None:
+                        put_back()
+                        return
                     for reason in self._cutting.refused[:_REASONS]:
                         refusal.add_note(f"not in slices: {reason}")
                     raise refusal from None

@@ -11,6 +11,7 @@ from torch import nn
 from belady.eager.limits import foreseen, refuse_infeasible
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
+from belady.ir.trace import Trace
 from belady.measure.stages import Policy
 from belady.ordered.policies import ALWAYS, AS_NEEDED, BY_NEED, BY_POLICY, said
 from belady.ordered.wrap import ordered
@@ -23,10 +24,13 @@ class Ordering:
     ----------
     said
         What a user should know of it, one sentence.
+    judged
+        The static trace of the call that was answered last, in that order; None if there is none.
     """
 
     def __init__(self, policy: Policy, hardware: HardwareProfile) -> None:
         self.said: list[str] = []
+        self.judged: Trace | None = None
         self._policy = policy
         self._hardware = hardware
         self._undo: dict[nn.Module, Callable[[], None]] = {}
@@ -51,9 +55,9 @@ class Ordering:
             return refusal
         self._put(module, BY_NEED)
         try:
-            trace = foreseen(module, call)
-            if trace is not None:
-                refuse_infeasible(trace, self._hardware, self._policy)
+            self.judged = foreseen(module, call)
+            if self.judged is not None:
+                refuse_infeasible(self.judged, self._hardware, self._policy)
         except InfeasibleBudgetError as error:
             self.release(module)
             # A traceback keeps the frames of all callers, and with them the user's tensors.
@@ -61,15 +65,22 @@ class Ordering:
         return None
 
     @contextmanager
-    def given_up(self, module: nn.Module) -> Iterator[None]:
-        """Let the layers of ``module`` run as they were made, unless the body raises."""
+    def given_up(self, module: nn.Module) -> Iterator[Callable[[], None]]:
+        """Let the layers of ``module`` run as they were made, unless the body raises.
+
+        What it is given does the same as an error.
+        """
         before = self._undo.get(module), self.said
-        self.release(module)
-        try:
-            yield
-        except BaseException:
+
+        def put_back() -> None:
             if before[0] is not None:
                 self._undo[module], self.said = ordered(module), before[1]
+
+        self.release(module)
+        try:
+            yield put_back
+        except BaseException:
+            put_back()
             raise
 
     def release(self, module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from belady.ir.curves import curve
 from belady.ir.hardware import Allocator, HardwareProfile, Link
@@ -54,32 +55,40 @@ def with_host_of(trace: Trace, samples: Sequence[Sample]) -> Trace | None:
 
 
 def with_issue_of(
-    hardware: HardwareProfile, plan: Plan, samples: Sequence[Sample]
+    hardware: HardwareProfile, plan: Plan, samples: Sequence[Sample], probed: HardwareProfile
 ) -> HardwareProfile | None:
     """The machine with what issuing a copy, or taking over a value that is made again, took.
 
     None if it agrees. The probe issues many small copies and nothing else. In an iteration the host
     takes a value over first, its caches are full of other things, and copies under way take its
-    memory's bandwidth.
+    memory's bandwidth. What disturbs the host makes it slower only, so of several plans the least
+    holds.
+
+    Parameters
+    ----------
+    probed
+        As the probe found it, before any correction.
     """
     if hardware.device == "cpu":
         return None
     kinds = Counter(type(decision) for decision in plan.decisions.values())
+    replays, copies = kinds[Recompute] + kinds[Encode], kinds[Offload]
     replay_s = min(sample.replay_seconds for sample in samples)
     copy_s = min(sample.engine_seconds - sample.replay_seconds for sample in samples)
-    # A copy goes each way.
-    copy_s = copy_s / (2 * kinds[Offload]) if kinds[Offload] else 0.0
-    inside = kinds[Recompute] + kinds[Encode]
-    replay_s = replay_s / inside if inside else 0.0
 
-    def found(link: Link) -> float:
+    def corrected(link: Link, before: Link) -> Link:
         stays = link.source is link.target is Tier.DEVICE
-        return link.issue_s and max(link.issue_s, replay_s if stays else copy_s)
+        # A copy goes each way.
+        count, seconds = (replays, replay_s) if stays else (2 * copies, copy_s)
+        if not link.issue_s or not count:
+            return link
+        least = link.issue_s if link.issue_s > before.issue_s else inf
+        issue = max(before.issue_s, min(least, seconds / count))
+        agrees = min(issue, link.issue_s) >= _ISSUE_AGREES * max(issue, link.issue_s)
+        return link if agrees else replace(link, issue_s=issue)
 
-    if all(link.issue_s >= _ISSUE_AGREES * found(link) for link in hardware.links):
-        return None
-    links = tuple(replace(link, issue_s=found(link)) for link in hardware.links)
-    return replace(hardware, links=links)
+    links = tuple(map(corrected, hardware.links, probed.links))
+    return None if links == hardware.links else replace(hardware, links=links)
 
 
 def with_links_of(

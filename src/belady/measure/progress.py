@@ -26,7 +26,7 @@ from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
 from belady.measure.tightening import NOTHING
 from belady.measure.trial import Trial, best
-from belady.measure.verification import VERIFIED, Verification, verified
+from belady.measure.verification import VERIFIED, Verification
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.memory.paging import Claim
@@ -38,6 +38,9 @@ from belady.simulate.blocks import in_blocks
 _DEVIATIONS = 2
 # Iterations observed of one kind before it is left at the floor.
 _OBSERVED = 12
+# Iterations under a plan in which the allocator flushed its cache, and which verify nothing: pieces
+# that were left before make it flush once, a plan that needs it does so each time.
+_FLUSHED = 2
 
 
 def _stay() -> None:
@@ -66,6 +69,8 @@ class Progress:
         Iterations observed so far.
     claim
         What the plan in force needs of managed memory.
+    flushed
+        Iterations under the plan in force that verified nothing, see `_FLUSHED`.
     starved
         Whether the device ran out of memory in the last iteration.
     clear
@@ -82,6 +87,7 @@ class Progress:
     deviations: int = 0
     observed: int = 0
     claim: Claim | None = None
+    flushed: int = 0
     starved: bool = False
     clear: Callable[[], None] = _stay
 
@@ -160,6 +166,7 @@ class Progress:
         make_room(carrier.device, room)
         self.clear = partial(make_room, carrier.device, room) if room > 0 else _stay
         self.trial, self.samples, self.peak_bytes, self.begun = trial, [], 0, False
+        self.flushed = 0
         self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
 
     def went_otherwise(self) -> None:
@@ -186,7 +193,11 @@ class Progress:
                 self.stage = Stage.VERIFYING
             self.begun = True
         elif self.stage is Stage.VERIFYING:
-            self.samples.append(sample)
+            if sample.retries and self.flushed < _FLUSHED:
+                self.flushed += 1
+                self.clear()
+            else:
+                self.samples.append(sample)
             return len(self.samples) == VERIFIED
         return False
 
@@ -229,7 +240,7 @@ class Progress:
         if self.trial is None:
             return trace, None
         measured = summarize(self.samples, self.peak_bytes, defaults)
-        self.trial = verified(self.trial, trace, measured, self.samples)
+        self.trial = verification.verified(self.trial, trace, measured, self.samples)
         self.tried.append(self.trial)
         self.stage = Stage.STEADY
         trace, better = verification.better(trace, self.tried, self.samples, *numerics)

@@ -38,14 +38,6 @@ VERIFIED = 2
 _REPLANS = 3
 
 
-def verified(trial: Trial, trace: Trace, measured: Measured, samples: Sequence[Sample]) -> Trial:
-    """The trial with what was measured, on the machine as it showed itself."""
-    hardware = with_issue_of(trial.hardware, trial.plan, samples) or trial.hardware
-    trace = _as_run(trace, trial.plan, hardware, samples)
-    hardware = with_links_of(trace, trial.plan, hardware, samples) or hardware
-    return replace(trial, hardware=hardware, measured=measured)
-
-
 def _as_run(
     trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
 ) -> Trace:
@@ -137,6 +129,16 @@ class Verification:
                 self.notes.append(f"the budget leaves a margin of {fraction:.0%}: {error}")
                 return Trial(plan, tight_hardware, name)
         raise error
+
+    def verified(
+        self, trial: Trial, trace: Trace, measured: Measured, samples: Sequence[Sample]
+    ) -> Trial:
+        """The trial with what was measured, on the machine as it showed itself."""
+        hardware = trial.hardware
+        hardware = with_issue_of(hardware, trial.plan, samples, self._hardware) or hardware
+        trace = _as_run(trace, trial.plan, hardware, samples)
+        hardware = with_links_of(trace, trial.plan, hardware, samples) or hardware
+        return replace(trial, hardware=hardware, measured=measured)
 
     def better(
         self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample], *numerics: str

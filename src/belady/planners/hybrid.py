@@ -29,6 +29,8 @@ _PARTS = 64
 _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0)
 _REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
+# Of these the first that are tried: with one that spans a block rows of replays are made once.
+_BEGUN = (32.0, 0.0)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
 _FEWEST, _MOST, _OPS = 8, 300, 100_000
 # Of fewer tries none are left for going the same way once more.
@@ -54,7 +56,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 8
+    version: int = 9
     recomputes: bool = True
 
     def __call__(
@@ -97,8 +99,8 @@ class _Search:
         self._gained = self._led = False
         self._segments = [*segmented(case.trace, mixer.ways.nbytes, mixer.ways.cost)]
         self._limits: dict[str, Sequence[Any]] = {
-            "stretch": _STRETCHES,
             "reach": _REACHES,
+            "stretch": _STRETCHES,
             "encodes": (True, False) if mixer.ways.encodings else (True,),
             "copies_first": (False, True),
             "reserve": _RESERVES,
@@ -120,26 +122,16 @@ class _Search:
         """The mix of the lowest price, from parts of all values or from segments of the network."""
         parts = _parts(self._case.trace, self._mixer)
         some = parts[:: _PARTS // 4]
-        at = self._limited(self._cheapest(Wish(values) for values in some))
-        at = self._cheapest(
-            replace(at, reserve=reserve, values=values) for reserve in _RESERVES for values in some
-        )
+        first = [Wish(values, reach=reach) for reach in _BEGUN for values in some]
+        at = self._cheapest([*first, *(Wish(values, reach=_BEGUN[0]) for values in self._segments)])
         step = _PARTS // 8
-        while step:
+        while step and at.values in parts:
             here = parts.index(at.values)
             sides = [parts[by] for by in (here - step, here + step) if 0 <= by <= _PARTS]
             at = self._cheapest([at, *(replace(at, values=values) for values in sides)])
             step //= 2
-        at = self._cheapest(replace(at, stretch=stretch) for stretch in _STRETCHES)
-        at = self._cheapest(replace(at, reach=reach) for reach in _REACHES)
-        whole = self._cheapest([at, *(Wish(values, reach=inf) for values in self._segments)])
-        return at if whole == at else self._limited(whole)
-
-    def _limited(self, at: Wish) -> Wish:
-        """The mix with the limits of the lowest price, found one after another."""
         for name, choices in self._limits.items():
-            if name != "reserve":
-                at = self._cheapest(_with(at, name, it) for it in choices)
+            at = self._cheapest(_with(at, name, it) for it in choices)
         return at
 
     def _exchange(self, at: Wish) -> None:

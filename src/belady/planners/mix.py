@@ -63,6 +63,8 @@ class Wish:
         Whether room is given to copies under way before anything that is recomputed stays.
     encodes
         Whether those are encoded that lose less time so for each byte than by a replay.
+    encoded
+        Those of ``values`` that are not to be recomputed in any case.
     """
 
     values: frozenset[int]
@@ -71,6 +73,7 @@ class Wish:
     reach: float = 0.0
     copies_first: bool = False
     encodes: bool = True
+    encoded: frozenset[int] = frozenset()
 
 
 class Fitting(NamedTuple):
@@ -116,7 +119,8 @@ class Mixer:
         until = dict[int, int]()
         for value in sorted(left, key=lambda v: (trace.values[v].producer, v)):
             replay = self.ways.replay(value, until, encoded, wish.reach)
-            if replay is not None and not self.ways.worth(value, replay, wish.stretch):
+            worth = replay is not None and self.ways.worth(value, replay, wish.stretch)
+            if value in wish.encoded or not worth:
                 replay = None
             encoding = self.ways.encodings.get(value) if wish.encodes else None
             if encoding is not None and self.ways.cost_of(value, encoding) < self.ways.cost_of(
@@ -217,13 +221,21 @@ class Mixer:
             slack = self._slack(away)
             if slack.min(initial=0) >= 0:
                 return Fitting(wish, away, slack)
-            gone = {**away.moves, **away.replays}
             lack = ((at, -int(slack[at])) for at in worst(slack))
-            found = [heavy(self._case, away.replays, gone, at, lacking) for at, lacking in lack]
+            found = [
+                heavy(self._case, away.replays, away.moves, at, lacking) for at, lacking in lack
+            ]
             if not any(found):
                 return None
-            wish = replace(wish, values=wish.values.difference(*found))
+            wish = self._without(wish, frozenset().union(*found))
         return None
+
+    def _without(self, wish: Wish, replays: frozenset[int]) -> Wish:
+        """The wish without these replays: what can be encoded is, rather than copied."""
+        encoded = replays & self.ways.encodings.keys() if wish.encodes else frozenset()
+        return replace(
+            wish, values=wish.values - (replays - encoded), encoded=wish.encoded | encoded
+        )
 
     def _filled(self, fitting: Fitting, asked: Wish) -> Fitting | None:
         """What does not stay: copied values stay first, as room is found; then others."""

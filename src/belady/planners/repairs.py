@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import chain
+from math import inf
 
 import numpy as np
 
@@ -11,6 +13,9 @@ from belady.ir.replay import sources
 from belady.ir.scratch import replay_bytes
 from belady.planners.moves import Case, read_by
 from belady.planners.spread import Bytes, held_bytes
+
+# What a value counts as beside its bytes, which many small ones are not to be copied for.
+_LEAST_BYTES = 1 << 20
 
 
 def worst(slack: Bytes) -> list[int]:
@@ -23,24 +28,81 @@ def worst(slack: Bytes) -> list[int]:
 def heavy(
     case: Case, replays: Mapping[int, Recompute], gone: Collection[int], at: int, lacking: int
 ) -> set[int]:
-    """Values whose replays take most bytes during an op, enough of them to give back ``lacking``.
+    """Values to copy rather than to recompute, so that ``lacking`` bytes are free during an op.
 
-    While one runs these are what it makes beside its value. Before and after, those of its
-    sources that were ``gone`` and are back before backward itself reads them. Empty if none takes
-    any.
+    Each time the one that frees most of what is lacking for its own bytes, of equals the one that
+    frees most: of values that are made again one from another that is the last, since nothing
+    before it need be there as early. Empty if none frees anything.
     """
-    trace, taken = case.trace, dict[int, int]()
-    for value, replay in replays.items():
-        if replay.at > at:
-            continue
-        early = (it for it in sources(trace, replay) if it in gone)
-        taken[value] = sum(held_bytes(case, it) for it in early if at < read_by(trace.values[it]))
-        if replay.at == at:
-            taken[value] += replay_bytes(trace, value, replay, case.hardware.allocator)
+    early = _Early(case, replays, gone, at)
     found = set[int]()
-    for value in sorted(taken, key=lambda value: (-taken[value], -value)):
-        if lacking <= 0 or taken[value] <= 0:
+    held = early.held(found)
+    while lacking > 0:
+        frees = {value: held - early.held(found | {value}) for value in early.made - found}
+        best = max(
+            frees,
+            key=lambda v: (min(frees[v], lacking) / (early.nbytes[v] + _LEAST_BYTES), frees[v], -v),
+            default=None,
+        )
+        if best is None or frees[best] <= 0:
             break
-        found.add(value)
-        lacking -= taken[value]
+        found.add(best)
+        held, lacking = held - frees[best], lacking - frees[best]
     return found
+
+
+class _Early:
+    """What is on the device during an op because replays start from it, before backward reads it.
+
+    Parameters
+    ----------
+    gone
+        Values that leave the device otherwise.
+
+    Attributes
+    ----------
+    made
+        Recomputed values on which it depends what is there.
+    nbytes
+        Their device bytes, and those of what they start from.
+    """
+
+    def __init__(
+        self, case: Case, replays: Mapping[int, Recompute], gone: Collection[int], at: int
+    ) -> None:
+        trace, self._at = case.trace, at
+        needed = {value: read_by(trace.values[value]) for value in (*gone, *replays)}
+        starts = {
+            value: [it for it in sources(trace, replay) if it in needed]
+            for value, replay in replays.items()
+            if replay.at <= at
+        }
+        self.made = frozenset(
+            value
+            for value, of in starts.items()
+            if needed[value] >= at or any(needed[it] > at for it in of)
+        )
+        # A replay starts from what was produced before, so users come first here.
+        self._order = sorted(self.made, key=lambda v: (-trace.values[v].producer, -v))
+        self._starts = {value: starts[value] for value in self._order}
+        there = self.made.union(chain.from_iterable(self._starts.values()))
+        self._needed = {value: needed[value] for value in there}
+        self.nbytes = {value: held_bytes(case, value) for value in there}
+        self._meanwhile = {
+            value: replay_bytes(trace, value, replays[value], case.hardware.allocator)
+            for value in self._order
+        }
+
+    def held(self, copied: Collection[int]) -> int:
+        """Bytes of what is early, and of what replays make beside, if ``copied`` are not made."""
+        due: dict[int, float] = {}
+        nbytes = 0
+        for value in self._order:
+            if value in copied:
+                continue
+            here = min(due.get(value, inf), self._needed[value])
+            nbytes += self._meanwhile[value] if here == self._at else 0
+            for source in self._starts[value]:
+                due[source] = min(here, due.get(source, inf))
+        early = (value for value, here in due.items() if here <= self._at < self._needed[value])
+        return nbytes + sum(self.nbytes[value] for value in early)

@@ -64,14 +64,20 @@ def _last_reads(trace: Trace) -> dict[int, int]:
 def _cut(
     trace: Trace, nbytes: Mapping[int, int], narrow: Collection[int], most: float
 ) -> frozenset[int]:
-    """Bottlenecks at which segments begin, each of at most so many bytes where that can be."""
-    begins, latest = set[int](), None
-    segment = since = 0
+    """Bottlenecks at which segments begin, each of at most so many bytes where that can be.
+
+    Of those that leave a segment half of them at least, the smallest: it stays, or is copied.
+    """
+    begins, candidates = set[int](), list[tuple[int, int, int]]()
+    total = begun = 0
     for value in sorted(nbytes, key=lambda v: (trace.values[v].producer, v)):
-        since += nbytes[value]
-        if value in narrow:
-            if segment + since > most and latest is not None:
-                begins.add(latest)
-                segment = 0
-            segment, since, latest = segment + since, 0, value
+        total += nbytes[value]
+        if value not in narrow:
+            continue
+        if total - begun > most and candidates:
+            half = [it for it in candidates if 2 * (it[2] - begun) >= most] or candidates[-1:]
+            _, begin, begun = min(half, key=lambda it: (it[0], -it[2]))
+            begins.add(begin)
+            candidates = [it for it in candidates if it[2] > begun]
+        candidates.append((nbytes[value], value, total))
     return frozenset(begins)

@@ -147,25 +147,26 @@ class Cutting:
         return False
 
     def make_room(self, key: Key, module: nn.Module, call: Call, trace: Trace) -> None:
-        """Cut modules whose ops would fit, but not beside the workspaces of a library.
-
-        Nor beside what was seen to be there in an iteration that was cut anew for it.
-
-        Parameters
-        ----------
-        trace
-            Static, of this call.
-        """
-        # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
-        share = min(workspace_share(module, call, self._device), max(WITH_TENSOR_CORES))
-        if not self.may_cut or (not share and self._allowed == 1.0):
+        """Cut modules of a call that `lacks_workspaces`; ``trace`` is static, of this call."""
+        if not self.lacks_workspaces(module, call, trace):
             return
-        asking, budget = with_workspaces(trace, share), self._policy.budget
+        if (found := Candidate.of(module, call, self._device, self._alongs)) is not None:
+            self._cut(key, found, self._share(module, call), _COPIES[-1:])
+
+    def lacks_workspaces(self, module: nn.Module, call: Call, trace: Trace | None) -> bool:
+        """Whether a call that may be cut does not fit beside what a library will ask for.
+
+        That is known where an iteration was cut anew for it, and else estimated.
+        """
+        share, budget = self._share(module, call), self._policy.budget
+        if trace is None or not self.may_cut or (not share and self._allowed == 1.0):
+            return False
         within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
-        if over_budget(asking, self._hardware, within) > 0:
-            found = Candidate.of(module, call, self._device, self._alongs)
-            if found is not None:
-                self._cut(key, found, share, _COPIES[-1:])
+        return over_budget(with_workspaces(trace, share), self._hardware, within) > 0
+
+    def _share(self, module: nn.Module, call: Call) -> float:
+        # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
+        return min(workspace_share(module, call, self._device), max(WITH_TENSOR_CORES))
 
     def too_coarse(self, module: nn.Module, trace: Trace) -> bool:
         """Forget the sections of ``module`` if they do not do; then `cut` cuts finer.

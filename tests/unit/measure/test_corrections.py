@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from belady.ir.hardware import Allocator, Link
+from belady.ir.hardware import Allocator, HardwareProfile, Link
 from belady.ir.plan import Budget, Offload, Plan, Recompute
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
@@ -50,10 +50,29 @@ def issuing(seconds: float) -> Sample:
     return Sample(1, 0.0, engine_seconds=seconds)
 
 
+def issue_of(probed: HardwareProfile, plan: Plan, samples: list[Sample]) -> HardwareProfile | None:
+    """What the first plan shows."""
+    return with_issue_of(probed, plan, samples, probed)
+
+
 def test_issuing_takes_what_it_took_under_the_plan():
-    found = with_issue_of(machine(OUT, BACK, DISK), PLAN, [issuing(9.0), issuing(6.0)])
+    found = issue_of(machine(OUT, BACK, DISK), PLAN, [issuing(9.0), issuing(6.0)])
     assert found is not None
     assert [link.issue_s for link in found.links] == [3.0, 3.0, 0.0]
+
+
+def test_what_disturbed_the_host_under_one_plan_is_forgotten_under_the_next():
+    probed = machine(OUT, BACK, DISK)
+    disturbed = with_issue_of(probed, PLAN, [issuing(20.0)], probed)
+    assert disturbed is not None
+    calm = with_issue_of(disturbed, PLAN, [issuing(6.0)], probed)
+    assert calm is not None
+    assert [link.issue_s for link in calm.links] == [3.0, 3.0, 0.0]
+    # Disturbed once more, what is known stays; and never is it less than the probe found.
+    assert with_issue_of(calm, PLAN, [issuing(20.0)], probed) is None
+    least = with_issue_of(calm, PLAN, [issuing(0.0)], probed)
+    assert least is not None
+    assert [link.issue_s for link in least.links] == [1.0, 2.0, 0.0]
 
 
 INSIDE = Link(Tier.DEVICE, Tier.DEVICE, ((1, 1.0),), 1.0, 0.0, "memory", issue_s=1.0)
@@ -61,20 +80,18 @@ INSIDE = Link(Tier.DEVICE, Tier.DEVICE, ((1, 1.0),), 1.0, 0.0, "memory", issue_s
 
 def test_what_replays_take_is_not_taken_for_the_copies():
     plan = plan_of(TRACE, Recompute((1,), 3))
-    found = with_issue_of(
-        machine(OUT, BACK, INSIDE), plan, [replace(issuing(4.0), replay_seconds=4.0)]
-    )
+    found = issue_of(machine(OUT, BACK, INSIDE), plan, [replace(issuing(4.0), replay_seconds=4.0)])
     assert found is not None
     assert [link.issue_s for link in found.links] == [1.0, 2.0, 4.0]
     # And the other way round.
-    found = with_issue_of(machine(OUT, BACK, INSIDE), PLAN, [issuing(6.0)])
+    found = issue_of(machine(OUT, BACK, INSIDE), PLAN, [issuing(6.0)])
     assert found is not None
     assert [link.issue_s for link in found.links] == [3.0, 3.0, 1.0]
 
 
 @pytest.mark.parametrize(("plan", "seconds"), [(PLAN, 2.0), (PLAN, 0.0), (plan_of(TRACE), 6.0)])
 def test_what_the_probe_found_stays_where_a_plan_says_no_more(plan: Plan, seconds: float):
-    assert with_issue_of(machine(OUT, BACK), plan, [issuing(seconds)]) is None
+    assert issue_of(machine(OUT, BACK), plan, [issuing(seconds)]) is None
 
 
 @pytest.mark.parametrize("seconds", [3.9, 5.0, 0.0])

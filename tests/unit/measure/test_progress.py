@@ -103,6 +103,36 @@ def test_memory_is_in_one_piece_again_when_a_plan_has_settled(leaner: bool, sett
     assert kind.samples == [SAMPLE]
 
 
+def test_a_flush_for_what_was_left_before_verifies_nothing() -> None:
+    cleared: list[int] = []
+    kind = Progress(Stage.SETTLING, Trial(plan("floor", TRACE, HARDWARE, PLENTY), HARDWARE, "auto"))
+    kind.went_as_planned(SAMPLE)
+    kind.clear = lambda: cleared.append(len(kind.samples))
+    flushing = Sample(0.0, 9.0, retries=1)
+    assert not kind.went_as_planned(SAMPLE)
+    assert not kind.went_as_planned(flushing)
+    assert kind.samples == [SAMPLE]
+    assert cleared == [1]
+    assert kind.went_as_planned(SAMPLE)
+    assert kind.samples == [SAMPLE, SAMPLE]
+
+
+def test_a_plan_that_flushes_each_time_is_known_as_such() -> None:
+    kind = Progress(Stage.SETTLING, Trial(plan("floor", TRACE, HARDWARE, PLENTY), HARDWARE, "auto"))
+    kind.went_as_planned(SAMPLE)
+    flushing = Sample(0.0, 9.0, retries=1)
+    ended = [kind.went_as_planned(flushing) for _ in range(4)]
+    assert ended == [False, False, False, True]
+    assert kind.samples == [flushing, flushing]
+    # The next plan may flush for what this one has left.
+    carrier = cast(
+        Carrier, SimpleNamespace(device=torch.device("cpu"), reserve=lambda _: None, paging=None)
+    )
+    everything = replace(planned(), assignments=(), budget=PLENTY)
+    kind.begin(Trial(everything, HARDWARE, "auto"), TRACE, carrier)
+    assert kind.flushed == 0
+
+
 def test_memory_far_below_its_budget_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms: list[int] = []
     monkeypatch.setattr("belady.measure.trial.SPARE_BYTES", 0)

@@ -12,7 +12,7 @@ from belady.measure import trial as trials
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.measure.trial import Trial
-from belady.measure.verification import Verification, verified
+from belady.measure.verification import Verification
 from belady.planners import plan, smallest_budget
 from belady.simulate.blocks import Blocks
 from tests.unit.simulate.cases import gpu, trace_of
@@ -124,7 +124,7 @@ def test_who_planned_for_too_little_room_is_asked_again(monkeypatch: pytest.Monk
     trial = verification.first(TRACE)
     peaks = (TierPeak(Tier.DEVICE, PEAK),)
     measured = Measured(1, 9.0, (9.0,), peaks, PEAK, allocation_retries=3)
-    verification.better(TRACE, [verified(trial, TRACE, measured, [SAMPLE])], [SAMPLE])
+    verification.better(TRACE, [verification.verified(trial, TRACE, measured, [SAMPLE])], [SAMPLE])
     assert asked[:3] == ["auto", "hybrid", "hybrid"]
     assert "auto" not in asked[3:]
 
@@ -157,7 +157,9 @@ def test_of_a_wider_margin_as_much_is_tried_as_there_is_room_for(
     peaks = (TierPeak(Tier.DEVICE, peak),)
     measured = Measured(1, 16.0, (16.0,), peaks, 2 * peak - MIB, allocation_retries=3)
     samples = [Sample(0.0, 16.0)]
-    _, better = verification.better(BIG, [verified(trial, BIG, measured, samples)], samples)
+    _, better = verification.better(
+        BIG, [verification.verified(trial, BIG, measured, samples)], samples
+    )
     assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin
 
 
@@ -173,7 +175,7 @@ def test_no_plan_is_tried_that_is_foretold_to_be_slower_than_one_that_ran_withou
     calm = Trial(trial.plan, replace(QUICK, allocator=wide), "lifetime", measured)
     flushed = replace(measured, reserved_bytes=2 * peak - MIB, allocation_retries=3)
     samples = [Sample(0.0, 16.0)]
-    last = verified(trial, BIG, flushed, samples)
+    last = verification.verified(trial, BIG, flushed, samples)
     _, better = verification.better(BIG, [calm, last], samples)
     assert (better is not None) is tried
 
@@ -243,5 +245,7 @@ def test_a_smaller_margin_is_tried_later_only_where_blocks_fit_into_one_another(
     peak, seconds = trial.plan.predicted_peak_bytes, trial.plan.predicted_seconds
     measured = Measured(1, seconds, (seconds,), (TierPeak(Tier.DEVICE, peak),), int(1.2 * peak))
     samples = [Sample(0.0, seconds)]
-    _, better = verification.better(FINE, [verified(trial, FINE, measured, samples)], samples)
+    _, better = verification.better(
+        FINE, [verification.verified(trial, FINE, measured, samples)], samples
+    )
     assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin
