@@ -38,8 +38,7 @@ from belady.simulate.blocks import in_blocks
 _DEVIATIONS = 2
 # Iterations observed of one kind before it is left at the floor.
 _OBSERVED = 12
-# Iterations under a plan in which the allocator flushed its cache, and which verify nothing: pieces
-# that were left before make it flush once, a plan that needs it does so each time.
+# Most iterations under a plan that verify nothing, since the allocator flushed its cache in them.
 _FLUSHED = 2
 
 
@@ -165,8 +164,8 @@ class Progress:
         room = trial.room(verdict.peak_bytes, foretold) - managed
         make_room(carrier.device, room)
         self.clear = partial(make_room, carrier.device, room) if room > 0 else _stay
-        self.trial, self.samples, self.peak_bytes, self.begun = trial, [], 0, False
-        self.flushed = 0
+        self.trial, self.samples, self.begun = trial, [], False
+        self.peak_bytes = self.flushed = 0
         self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
 
     def went_otherwise(self) -> None:
