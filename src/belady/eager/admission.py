@@ -137,10 +137,11 @@ class Admission:
             if refusal is None and not self._cutting.lacks_workspaces(module, call, ordered):
                 return
             with self._ordering.given_up(module) as put_back:
-                if not self._cut(key, module, call):
-                    if refusal is None:
+                if refusal is None:
+                    if not self._cutting.cut(key, module, call, fits=True):
                         put_back()
                         return
+                elif not self._cut(key, module, call):
                     for reason in self._cutting.refused[:_REASONS]:
                         refusal.add_note(f"not in slices: {reason}")
                     raise refusal from None

@@ -193,7 +193,7 @@ class Progress:
             self.begun = True
         elif self.stage is Stage.VERIFYING:
             if sample.retries and self.flushed < _FLUSHED:
-                self.flushed += 1
+                self.samples, self.flushed = [], self.flushed + 1
                 self.clear()
             else:
                 self.samples.append(sample)

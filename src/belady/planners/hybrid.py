@@ -121,9 +121,18 @@ class _Search:
     def _descended(self) -> Wish:
         """The mix of the lowest price, from parts of all values or from segments of the network."""
         parts = _parts(self._case.trace, self._mixer)
-        some = parts[:: _PARTS // 4]
-        first = [Wish(values, reach=reach) for reach in _BEGUN for values in some]
-        at = self._cheapest([*first, *(Wish(values, reach=_BEGUN[0]) for values in self._segments)])
+        begun = (*parts[:: _PARTS // 4], *self._segments)
+        # Where nothing is recomputed, no reach matters.
+        starts = [
+            [Wish(values, reach=reach) for values in begun if values or reach == _BEGUN[0]]
+            for reach in _BEGUN
+        ]
+        few = self._left < _FEW
+        ends = [self._bettered(self._cheapest(it), parts) for it in starts[: 1 if few else None]]
+        return self._cheapest(ends)
+
+    def _bettered(self, at: Wish, parts: Sequence[frozenset[int]]) -> Wish:
+        """The mix with the part and the limits of the lowest price, found one after another."""
         step = _PARTS // 8
         while step and at.values in parts:
             here = parts.index(at.values)

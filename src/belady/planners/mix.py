@@ -15,7 +15,7 @@ from belady.ir.residency import offload_boundaries
 from belady.planners.base import Draft, assemble
 from belady.planners.due import due_by, schedule, timed
 from belady.planners.moves import Case, movable, offloads, tier_for
-from belady.planners.repairs import heavy, worst
+from belady.planners.repairs import heavy, light, worst
 from belady.planners.sharing import held, passing
 from belady.planners.spread import Bytes, Spread, Times, alone, held_bytes, keep, slack_of
 from belady.planners.ways import Ways
@@ -216,14 +216,16 @@ class Mixer:
 
     def _repaired(self, wish: Wish, kept: Collection[int] = ()) -> Fitting | None:
         """What may move away beside what is ``kept``, without replays that need too much memory."""
-        for _ in range(self._repairs):
+        for done in range(self._repairs):
             away = self.away(wish, kept)
             slack = self._slack(away)
             if slack.min(initial=0) >= 0:
                 return Fitting(wish, away, slack)
             lack = ((at, -int(slack[at])) for at in worst(slack))
+            # Little by little where that is enough; of long rows it never is.
+            these = light if 2 * done < self._repairs else heavy
             found = [
-                heavy(self._case, away.replays, away.moves, at, lacking) for at, lacking in lack
+                these(self._case, away.replays, away.moves, at, lacking) for at, lacking in lack
             ]
             if not any(found):
                 return None

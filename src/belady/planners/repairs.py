@@ -16,6 +16,8 @@ from belady.planners.spread import Bytes, held_bytes
 
 # What a value counts as beside its bytes, which many small ones are not to be copied for.
 _LEAST_BYTES = 1 << 20
+# Values that are made again early, more of which are not weighed one by one.
+_MANY = 64
 
 
 def worst(slack: Bytes) -> list[int]:
@@ -28,20 +30,49 @@ def worst(slack: Bytes) -> list[int]:
 def heavy(
     case: Case, replays: Mapping[int, Recompute], gone: Collection[int], at: int, lacking: int
 ) -> set[int]:
+    """Values whose replays take most bytes during an op, enough of them to give back ``lacking``.
+
+    While one runs these are what it makes beside its value. Before and after, those of its
+    sources that are ``gone`` and are back before backward itself reads them. Empty if none takes
+    any.
+    """
+    trace, taken = case.trace, dict[int, int]()
+    for value, replay in replays.items():
+        if replay.at > at:
+            continue
+        early = (it for it in sources(trace, replay) if it in gone or it in replays)
+        taken[value] = sum(held_bytes(case, it) for it in early if at < read_by(trace.values[it]))
+        if replay.at == at:
+            taken[value] += replay_bytes(trace, value, replay, case.hardware.allocator)
+    found = set[int]()
+    for value in sorted(taken, key=lambda value: (-taken[value], -value)):
+        if lacking <= 0 or taken[value] <= 0:
+            break
+        found.add(value)
+        lacking -= taken[value]
+    return found
+
+
+def light(
+    case: Case, replays: Mapping[int, Recompute], gone: Collection[int], at: int, lacking: int
+) -> set[int]:
     """Values to copy rather than to recompute, so that ``lacking`` bytes are free during an op.
 
     Each time the one that frees most of what is lacking for its own bytes, of equals the one that
-    frees most: of values that are made again one from another that is the last, since nothing
-    before it need be there as early. Empty if none frees anything.
+    frees least: of values that are made again one from another, nothing before it need be there as
+    early, and what is after it still is. Empty if none frees anything; those of `heavy` where so
+    many values are made again early that to weigh all of them would take long.
     """
     early = _Early(case, replays, gone, at)
+    if len(early.made) > _MANY:
+        return heavy(case, replays, gone, at, lacking)
     found = set[int]()
     held = early.held(found)
     while lacking > 0:
         frees = {value: held - early.held(found | {value}) for value in early.made - found}
         best = max(
             frees,
-            key=lambda v: (min(frees[v], lacking) / (early.nbytes[v] + _LEAST_BYTES), frees[v], -v),
+            key=lambda v: (min(frees[v], lacking) / (early.nbytes[v] + _LEAST_BYTES), -frees[v], v),
             default=None,
         )
         if best is None or frees[best] <= 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,13 +13,14 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
-from belady.measure.key import Key, walk
+from belady.measure.key import Key
 from belady.measure.stages import Policy
 from belady.measure.static import trained_bytes
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget, with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate, chains
 from belady.sections.gate import Gate
+from belady.sections.in_force import WHOLE, Decided, InForce, flags_of
 from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
 from belady.sections.wrap import wrap
 
@@ -75,8 +75,8 @@ class Cutting:
         self._policy = policy
         self._hardware = hardware
         self._device = device
-        self._known: dict[nn.Module, dict[Key, _Decided]] = {}
-        self._undo: dict[nn.Module, _InForce] = {}
+        self._known: dict[nn.Module, dict[Key, Decided]] = {}
+        self._undo: dict[nn.Module, InForce] = {}
         self._said: dict[int, list[str]] = {}
         self._must: dict[Key, InfeasibleBudgetError] = {}
         self._related: dict[tuple[int, int], bool] = {}
@@ -105,9 +105,9 @@ class Cutting:
         if module not in self:
             return True
         known = self._known[module].get(key)
-        if known is None or known.flags != _flags(module, known.sections):
+        if known is None or known.flags != flags_of(module, known.sections):
             return False
-        if known.sections != self._undo.get(module, _WHOLE).sections:
+        if known.sections != self._undo.get(module, WHOLE).sections:
             self._release(module)
             self._wrap(module, known.sections)
         return True
@@ -118,7 +118,7 @@ class Cutting:
         self._release(module)
         self.refused = ()
         known = self._known.setdefault(module, {})
-        known[key] = _Decided((), ())
+        known[key] = Decided((), ())
         if len(known) > _KINDS:
             # Judged anew if it comes again.
             known.pop(next((it for it in known if not known[it].sections), key))
@@ -132,15 +132,21 @@ class Cutting:
         known = self._known.get(module, {})
         self._known[module] = {it: known[it] for it in known if it == key or known[it].sections}
 
-    def cut(self, key: Key, module: nn.Module, call: Call) -> bool:
+    def cut(self, key: Key, module: nn.Module, call: Call, *, fits: bool = False) -> bool:
         """Run modules of ``module`` in slices so that a call can fit; False if none will do.
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
+
+        Parameters
+        ----------
+        fits
+            Whether it does as it is, but for workspaces: no slices without room for them then.
         """
         found = Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
         if found is None:
             return False
-        beside = dict.fromkeys((workspace_share(module, call, self._device), 0.0))
+        every = dict.fromkeys((workspace_share(module, call, self._device), 0.0))
+        beside = (self._share(module, call),) if fits else every
         if any(self._cut(key, found, share, _COPIES) for share in beside):
             return True
         self.refused = tuple(dict.fromkeys(found.refused.values()))
@@ -158,11 +164,12 @@ class Cutting:
 
         That is known where an iteration was cut anew for it, and else estimated.
         """
-        share, budget = self._share(module, call), self._policy.budget
-        if trace is None or not self.may_cut or (not share and self._allowed == 1.0):
+        if trace is None or not self.may_cut:
             return False
+        asking, budget = with_workspaces(trace, self._share(module, call)), self._policy.budget
         within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
-        return over_budget(with_workspaces(trace, share), self._hardware, within) > 0
+        may_lack = asking != trace or self._allowed < 1.0
+        return may_lack and over_budget(asking, self._hardware, within) > 0
 
     def _share(self, module: nn.Module, call: Call) -> float:
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
@@ -222,7 +229,7 @@ class Cutting:
         if not sections:
             return False
         module = call.module
-        self._known.setdefault(module, {})[key] = _Decided(sections, _flags(module, sections))
+        self._known.setdefault(module, {})[key] = Decided(sections, flags_of(module, sections))
         self._said[id(module)] = [_sentence(section) for section in sections]
         self._wrap(module, sections)
         return True
@@ -231,7 +238,7 @@ class Cutting:
         if sections:
             gate, root = self.gate, id(module)
             undo = self._put(module, sections, lambda: gate.lets(root))
-            self._undo[module] = _InForce(sections, undo)
+            self._undo[module] = InForce(sections, undo)
 
     def _make_way(self, module: nn.Module) -> None:
         """Release the sections of other roots that have modules of this one."""
@@ -244,7 +251,7 @@ class Cutting:
                 self._release(other)
 
     def _release(self, module: nn.Module) -> None:
-        self._undo.pop(module, _WHOLE).undo()
+        self._undo.pop(module, WHOLE).undo()
 
     def _chosen(self, call: Candidate, share: float, copies: Sequence[int]) -> Sections | None:
         """Sections beside the most copies of what is trained that leave room for any."""
@@ -262,32 +269,6 @@ class Cutting:
             if found:
                 return found
         return None
-
-
-class _Decided(NamedTuple):
-    """Sections of a kind of call, none if it runs whole, and the flags they were tried under."""
-
-    sections: Sections
-    flags: tuple[object, ...]
-
-
-class _InForce(NamedTuple):
-    sections: Sections
-    undo: Callable[[], None]
-
-
-_WHOLE = _InForce((), lambda: None)
-
-
-def _flags(model: nn.Module, sections: Sections) -> tuple[object, ...]:
-    """Attributes of the modules in sections by which code goes one way or another."""
-    tops = (model.get_submodule(name) for section in sections for name in section.modules)
-    return tuple(
-        value
-        for module in walk(tops)
-        for value in vars(module).values()
-        if type(value) is bool or type(value) is str
-    )
 
 
 def _sentence(section: Section) -> str:

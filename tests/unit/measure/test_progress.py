@@ -107,14 +107,25 @@ def test_a_flush_for_what_was_left_before_verifies_nothing() -> None:
     cleared: list[int] = []
     kind = Progress(Stage.SETTLING, Trial(plan("floor", TRACE, HARDWARE, PLENTY), HARDWARE, "auto"))
     kind.went_as_planned(SAMPLE)
-    kind.clear = lambda: cleared.append(len(kind.samples))
+    kind.clear = lambda: cleared.append(kind.flushed)
     flushing = Sample(0.0, 9.0, retries=1)
     assert not kind.went_as_planned(SAMPLE)
     assert not kind.went_as_planned(flushing)
-    assert kind.samples == [SAMPLE]
     assert cleared == [1]
+    # In a row: memory was in one piece again only because of the flush.
+    assert not kind.went_as_planned(SAMPLE)
     assert kind.went_as_planned(SAMPLE)
     assert kind.samples == [SAMPLE, SAMPLE]
+
+
+def test_a_plan_that_flushes_every_other_time_is_known_as_such() -> None:
+    kind = Progress(Stage.SETTLING, Trial(plan("floor", TRACE, HARDWARE, PLENTY), HARDWARE, "auto"))
+    kind.went_as_planned(SAMPLE)
+    flushing = Sample(0.0, 9.0, retries=1)
+    iterations = [SAMPLE, flushing, SAMPLE, flushing, SAMPLE, flushing]
+    ended = [kind.went_as_planned(it) for it in iterations]
+    assert ended == [False, False, False, False, False, True]
+    assert flushing in kind.samples
 
 
 def test_a_plan_that_flushes_each_time_is_known_as_such() -> None:

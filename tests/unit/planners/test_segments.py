@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
 
-from belady.ir.plan import Recompute
+from belady.ir.plan import Budget, Recompute
 from belady.ir.trace import Trace
-from belady.planners import plan
+from belady.planners import plan, smallest_budget
 from belady.planners.due import timed
 from belady.planners.mix import Mixer, Wish
 from belady.planners.moves import Case, movable
-from belady.planners.repairs import heavy, worst
+from belady.planners.repairs import heavy, light, worst
 from belady.planners.segments import bottlenecks, segmented
 from belady.planners.spread import held_bytes
 from belady.simulate import bound
@@ -85,31 +87,33 @@ class Row:
         self.replays = timed(self.trace, every)
         self.copied = self.values[:1]
 
-    def heavy(self, lacking: int, at: int, replays: dict[int, Recompute] | None = None) -> set[int]:
+    def light(self, lacking: int, at: int, replays: dict[int, Recompute] | None = None) -> set[int]:
         replays = self.replays if replays is None else replays
-        return heavy(self.case, replays, self.copied, at, lacking)
+        return light(self.case, replays, self.copied, at, lacking)
 
 
-def test_of_a_row_of_replays_the_last_but_one_is_given_up_as_it_takes_all_before_it_along() -> None:
+def test_of_a_row_of_replays_a_small_one_is_given_up_that_lets_enough_before_it_wait() -> None:
     row = Row()
     at = row.reads[4]
     assert {it.at for it in row.replays.values()} == {at}
-    # It is as small as those before it, and then none of them has to be there as early.
-    for lacking in (1, 150 * MB):
-        assert row.heavy(lacking, at) == {row.values[3]}
-    assert row.heavy(151 * MB, at) == {row.values[3], row.values[4]}
-    assert row.heavy(2**40, at) == {row.values[3], row.values[4]}
+    # What is before the third are 125 MB, and 25 MB more before the fourth.
+    for lacking in (1, 125 * MB):
+        assert row.light(lacking, at) == {row.values[2]}
+    for lacking in (126 * MB, 150 * MB):
+        assert row.light(lacking, at) == {row.values[3]}
+    assert row.light(151 * MB, at) == {row.values[3], row.values[4]}
+    assert row.light(2**40, at) == {row.values[3], row.values[4]}
 
 
 def test_a_replay_is_given_up_for_what_it_makes_beside_or_keeps_from_being_away() -> None:
     row = Row()
     long = {row.values[3]: Recompute((1, 2, 3), row.reads[3])}
-    assert row.heavy(1, row.reads[3], long) == {row.values[3]}
+    assert row.light(1, row.reads[3], long) == {row.values[3]}
     # What it started from is back early, until it is read itself.
-    assert row.heavy(1, row.reads[1], long) == {row.values[3]}
-    assert row.heavy(1, row.reads[0], long) == set()
-    assert row.heavy(1, row.reads[3] - 1, long) == set()
-    assert row.heavy(1, row.reads[3], {}) == set()
+    assert row.light(1, row.reads[1], long) == {row.values[3]}
+    assert row.light(1, row.reads[0], long) == set()
+    assert row.light(1, row.reads[3] - 1, long) == set()
+    assert row.light(1, row.reads[3], {}) == set()
 
 
 def test_what_can_be_encoded_is_not_copied_where_its_replay_takes_too_much() -> None:
@@ -126,3 +130,41 @@ def test_what_can_be_encoded_is_not_copied_where_its_replay_takes_too_much() -> 
     assert not encoded & {*away.moves, *away.replays}
     copied = mixer.away(mixer._without(replace(wish, encodes=False), encoded))
     assert encoded <= copied.moves.keys()
+
+
+def test_the_heaviest_replays_are_those_whose_end_helps_most() -> None:
+    trace, hardware = build_trace([SMALL, LARGE, SMALL, SMALL, LARGE, SMALL]), gpu()
+    case = Case(trace, hardware, PLENTY)
+    values = [written(trace, op) for op in range(6)]
+    firsts = [trace.values[value].first_read or 0 for value in values]
+    light = Recompute((3,), firsts[3])
+    long = Recompute((1, 2), firsts[2])
+    replays = {values[3]: light, values[2]: long}
+    assert heavy(case, replays, (), firsts[2], 1) == {values[2]}
+    # What another starts from is back early on its account, until it is read itself.
+    gone = {values[2]: firsts[2], values[0]: firsts[0]}
+    assert heavy(case, replays, gone, firsts[3], 1) == {values[3]}
+    assert heavy(case, replays, gone, firsts[2] + 1, 1) == {values[2]}
+    assert heavy(case, {}, gone, firsts[3], 1) == set()
+    # As many as take what is lacking, and no more of them.
+    both = {values[3]: light, values[4]: Recompute((1, 2, 3, 4), firsts[4])}
+    assert len(heavy(case, both, gone, firsts[3], 1)) == 1
+    assert heavy(case, both, gone, firsts[3], 2**40) == {*both}
+
+
+@pytest.mark.parametrize("reach", [32.0, inf])
+def test_a_row_longer_than_repairs_are_many_still_has_a_mix(reach: float) -> None:
+    trace = build_trace([SMALL] * 400)
+    room = smallest_budget("baseline", trace, gpu(), PLENTY) // 12
+    mixer = Mixer(Case(trace, gpu(), Budget(room)), "mix/0")
+    begun = time.process_time()
+    assert mixer._begin(Wish(frozenset(mixer.ways.cost), reach=reach)) is not None
+    assert time.process_time() - begun < 20
+
+
+def test_segments_begin_at_the_smallest_value_of_the_last_half_of_a_part() -> None:
+    trace = build_trace([SMALL, LARGE, LARGE, LARGE] * 16)
+    case = Case(trace, gpu(), PLENTY)
+    nbytes = {value: held_bytes(case, value) for value in movable(trace)}
+    coarse = next(segmented(trace, nbytes, nbytes.keys()))
+    assert {nbytes[value] for value in set(nbytes) - coarse} == {25 * MB}
