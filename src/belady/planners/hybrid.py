@@ -33,8 +33,8 @@ _REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
 _BEGUN = (32.0, 0.0)
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
 _FEWEST, _MOST, _OPS = 8, 300, 100_000
-# Of fewer tries none are left for going the same way once more.
-_FEW = 40
+# Of fewer tries none are left for going the same way once more, and these segments are among them.
+_FEW, _FEW_SEGMENTS = 40, 2
 # Share of the iteration below which stalls are not worth another try, and what all of it may lose
 # before single values are exchanged.
 _NOTHING, _NEAR = 0.002, 1.01
@@ -121,15 +121,17 @@ class _Search:
     def _descended(self) -> Wish:
         """The mix of the lowest price, from parts of all values or from segments of the network."""
         parts = _parts(self._case.trace, self._mixer)
-        begun = (*parts[:: _PARTS // 4], *self._segments)
-        # Where nothing is recomputed, no reach matters.
-        starts = [
-            [Wish(values, reach=reach) for values in begun if values or reach == _BEGUN[0]]
-            for reach in _BEGUN
-        ]
-        few = self._left < _FEW
-        ends = [self._bettered(self._cheapest(it), parts) for it in starts[: 1 if few else None]]
-        return self._cheapest(ends)
+        some, few = parts[:: _PARTS // 4], self._left < _FEW
+        if few:
+            begun = [[*some[1:], *self._segments[:_FEW_SEGMENTS]]]
+        else:
+            # Where nothing is recomputed, no reach matters.
+            begun = [[*some, *self._segments], [*some[1:], *self._segments]]
+        starts = (
+            [Wish(values, reach=reach) for values in of]
+            for of, reach in zip(begun, _BEGUN, strict=False)
+        )
+        return self._cheapest([self._bettered(self._cheapest(it), parts) for it in starts])
 
     def _bettered(self, at: Wish, parts: Sequence[frozenset[int]]) -> Wish:
         """The mix with the part and the limits of the lowest price, found one after another."""
