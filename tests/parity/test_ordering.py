@@ -162,7 +162,7 @@ def test_the_order_stays_where_nothing_can_be_cut_for_workspaces(
     between: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cutting, "workspace_share", lambda *_: 2.0)
-    monkeypatch.setattr(cutting.Cutting, "cut", lambda *_, **__: False)
+    monkeypatch.setattr(cutting.Cutting, "cut_for_workspaces", lambda *_: False)
     training, _, report = trained(between, "auto")
     assert ORDERED in report
     assert not any("forward" in vars(module) for module in training.model.modules())

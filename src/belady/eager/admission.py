@@ -138,7 +138,7 @@ class Admission:
                 return
             with self._ordering.given_up(module) as put_back:
                 if refusal is None:
-                    if not self._cutting.cut(key, module, call, fits=True):
+                    if not self._cutting.cut_for_workspaces(key, module, call):
                         put_back()
                         return
                 elif not self._cut(key, module, call):

@@ -61,8 +61,8 @@ def with_issue_of(
 
     None if it agrees. The probe issues many small copies and nothing else. In an iteration the host
     takes a value over first, its caches are full of other things, and copies under way take its
-    memory's bandwidth. What disturbs the host makes it slower only, so of several plans the least
-    holds.
+    memory's bandwidth. What disturbs the host makes it slower only: where the next plan shows less,
+    that holds.
 
     Parameters
     ----------

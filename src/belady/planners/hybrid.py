@@ -121,16 +121,14 @@ class _Search:
     def _descended(self) -> Wish:
         """The mix of the lowest price, from parts of all values or from segments of the network."""
         parts = _parts(self._case.trace, self._mixer)
-        some, few = parts[:: _PARTS // 4], self._left < _FEW
-        if few:
-            begun = [[*some[1:], *self._segments[:_FEW_SEGMENTS]]]
-        else:
-            # Where nothing is recomputed, no reach matters.
-            begun = [[*some, *self._segments], [*some[1:], *self._segments]]
-        starts = (
+        some, segments = parts[:: _PARTS // 4], self._segments
+        begun = [[*some, *segments], [*some[1:], *segments]]  # the first of them has no replays
+        if self._left < _FEW:
+            begun = [[*some[1:], *segments[:_FEW_SEGMENTS]]]
+        starts = [
             [Wish(values, reach=reach) for values in of]
             for of, reach in zip(begun, _BEGUN, strict=False)
-        )
+        ]
         return self._cheapest([self._bettered(self._cheapest(it), parts) for it in starts])
 
     def _bettered(self, at: Wish, parts: Sequence[frozenset[int]]) -> Wish:

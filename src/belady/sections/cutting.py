@@ -132,22 +132,22 @@ class Cutting:
         known = self._known.get(module, {})
         self._known[module] = {it: known[it] for it in known if it == key or known[it].sections}
 
-    def cut(self, key: Key, module: nn.Module, call: Call, *, fits: bool = False) -> bool:
+    def cut(self, key: Key, module: nn.Module, call: Call) -> bool:
         """Run modules of ``module`` in slices so that a call can fit; False if none will do.
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
-
-        Parameters
-        ----------
-        fits
-            Whether it does as it is, but for workspaces: no slices without room for them then.
         """
+        return self._cut_beside(key, module, call, workspace_share(module, call, self._device), 0.0)
+
+    def cut_for_workspaces(self, key: Key, module: nn.Module, call: Call) -> bool:
+        """As `cut`, of a call that fits but for workspaces: without room for them none will do."""
+        return self._cut_beside(key, module, call, self._share(module, call))
+
+    def _cut_beside(self, key: Key, module: nn.Module, call: Call, *shares: float) -> bool:
         found = Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
         if found is None:
             return False
-        every = dict.fromkeys((workspace_share(module, call, self._device), 0.0))
-        beside = (self._share(module, call),) if fits else every
-        if any(self._cut(key, found, share, _COPIES) for share in beside):
+        if any(self._cut(key, found, share, _COPIES) for share in dict.fromkeys(shares)):
             return True
         self.refused = tuple(dict.fromkeys(found.refused.values()))
         return False
