@@ -96,6 +96,18 @@ def test_room_is_made_beside_workspaces_where_they_would_not_fit(
     assert roomy.said == []
 
 
+@pytest.mark.parametrize(("convolves", "lacks"), [(True, True), (False, False)])
+def test_only_convolutions_lack_workspaces(
+    convolves: bool, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "workspace_share", lambda *_: 2.0)
+    model = deep() if convolves else nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    trace = static_trace_with_batch(model, CALL, CPU)
+    # Below the floor, where a plan may fit that recomputes.
+    parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu(), CPU)
+    assert parts.lacks_workspaces(model, CALL, trace) is lacks
+
+
 @pytest.mark.parametrize(
     ("dtype", "weights_last", "images_last", "share"),
     [
