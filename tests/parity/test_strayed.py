@@ -535,7 +535,7 @@ def test_replays_that_could_not_be_compared_are_wrong(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched:
         patched.setattr(torch, "cat", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            digests.compare(digest(content), digest(content))
+            digests.compare(digest(content), digest(content), "op 7")
     with pytest.raises(PlanMismatchError, match="could not be compared"):
         digests.demand_equal()
     digests.forget()

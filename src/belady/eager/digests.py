@@ -20,8 +20,8 @@ _FEW = 1 << 15
 _LEFT = 64
 _AT_ONCE = 64
 _OTHERWISE = (
-    "bytes that forward saved were made again and came out otherwise: the program computes "
-    "something else than when it was observed"
+    "bytes that forward saved were made again and came out otherwise, first those of {}: the "
+    "program computes something else than when it was observed"
 )
 _LATE = (
     f"{_OTHERWISE}. This is known late: gradients of this iteration or of some before it, "
@@ -69,12 +69,14 @@ class _Pairs:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.saved: list[torch.Tensor] = []
         self.replayed: list[torch.Tensor] = []
+        self.made_by: list[str] = []
         self.stream = stream
         self.complete = None if stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def add(self, saved: torch.Tensor, replayed: torch.Tensor) -> None:
+    def add(self, saved: torch.Tensor, replayed: torch.Tensor, made_by: str) -> None:
         self.saved.append(saved)
         self.replayed.append(replayed)
+        self.made_by.append(made_by)
         if self.complete is not None:
             self.complete.record(self.stream)
 
@@ -91,6 +93,11 @@ class _Pairs:
     def equal(self) -> bool:
         """Compare, on the current stream, and wait for that stream alone."""
         return bool(self.compared())
+
+    def first_other(self) -> str:
+        """What made the first bytes that came out otherwise; waits for each."""
+        pairs = zip(self.saved, self.replayed, self.made_by, strict=True)
+        return next((it for one, other, it in pairs if not one.equal(other)), "an op")
 
 
 class _Late(NamedTuple):
@@ -149,8 +156,13 @@ class Digests:
         """Whether the replay of ``value`` is compared in this iteration."""
         return self._waits or (self._iteration + value) % COMPARED_ONE_IN == 0
 
-    def compare(self, saved: torch.Tensor, replayed: torch.Tensor) -> None:
+    def compare(self, saved: torch.Tensor, replayed: torch.Tensor, made_by: str) -> None:
         """Compare the digest of a saved value with that of its replay.
+
+        Parameters
+        ----------
+        made_by
+            The op that made the value, as an error names it.
 
         Raises
         ------
@@ -161,7 +173,7 @@ class Digests:
         pairs = self._pairs.get(stream)
         if pairs is None:
             pairs = self._pairs[stream] = _Pairs(stream)
-        pairs.add(saved, replayed)
+        pairs.add(saved, replayed, made_by)
         task = _task()
         if task == -1:
             self.demand_equal()
@@ -187,7 +199,7 @@ class Digests:
                 self.refute("bytes that forward saved were made again and could not be compared")
                 raise
             if not equal and not self.wrong:
-                self.refute(_OTHERWISE)
+                self.refute(_OTHERWISE.format(pairs.first_other()))
         self._hear(self._iteration)
         if self.wrong:
             raise ReplayError(self.wrong)
@@ -240,7 +252,7 @@ class Digests:
 
         True if one of them says that a replay came out otherwise.
         """
-        wrong = False
+        wrong = ""
         while self._late:
             late = self._late[0]
             if late.iteration < iteration:
@@ -249,10 +261,11 @@ class Digests:
                 break
             self._late.pop(0)
             with unseen():
-                wrong |= not late.equal
+                if not late.equal:
+                    wrong = wrong or late.held.first_other()
         if wrong:
-            self.refuted, self.wrong = True, _LATE
-        return wrong
+            self.refuted, self.wrong = True, _LATE.format(wrong)
+        return bool(wrong)
 
     def refute(self, why: str) -> None:
         """A replay cannot be right; the next `demand_equal` says so."""

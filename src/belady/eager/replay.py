@@ -72,6 +72,8 @@ class Chain:
     ----------
     value
         What it makes; the whole storage of ``nbytes`` bytes.
+    made_by
+        The op that does, as errors name it.
     once
         Whether it is saved once, so that no other save can be of the same bytes.
     saved, owned
@@ -79,6 +81,7 @@ class Chain:
     """
 
     value: int
+    made_by: str
     nbytes: int
     once: bool
     recipes: tuple[Recipe, ...]
@@ -123,7 +126,8 @@ def _chain(trace: Trace, value: int, decision: Recompute, recipes: Recipes) -> C
     nbytes = trace.storages[trace.values[value].storage].nbytes
     once = len(trace.values[value].saves) == 1
     spent = _spent(trace, value, decision)
-    return Chain(value, nbytes, once, steps, spent, tuple(dict.fromkeys(saved)), owned)
+    made_by = trace.locate(decision.ops[-1])
+    return Chain(value, made_by, nbytes, once, steps, spent, tuple(dict.fromkeys(saved)), owned)
 
 
 def _spent(trace: Trace, value: int, decision: Recompute) -> tuple[tuple[int, ...], ...]:
@@ -243,7 +247,7 @@ class Recomputed:
                 "the program computes something else than when it was observed"
             )
         if self._digest is not None:
-            self._digests.compare(self._digest, digest(_whole(value)))
+            self._digests.compare(self._digest, digest(_whole(value)), chain.made_by)
         return value
 
     def _owned(self, value: int) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Only ops that give the same bits for the same inputs and touch nothing else have a recipe; random
 ops never do. Convolutions and matrix products do: torch takes the algorithm of the first run again,
-unless its workspace does not fit in memory any more. Then the digests tell.
+unless its workspace does not fit in memory any more. Then the digests tell. It keeps one for each
+thread, so convolutions are tried on the thread that replays run on.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from torch.utils._pytree import tree_map_only
 from belady.measure.clock import Clock, NoClock
 from belady.measure.records import draws, tensors_in
 from belady.memory.geometry import Geometry, below_autograd, content_of
+from belady.memory.thread import in_backward
 
 # Bytes that are compared at once.
 _COMPARED = 32 << 20
 # A norm over the batch needs no running statistics, and must not update them again.
 _BATCH_NORMS = frozenset({"aten.native_batch_norm.default", "aten.cudnn_batch_norm.default"})
+# What torch keeps an algorithm of for each thread, on a CUDA device.
+_CHOSEN = frozenset({"aten.convolution.default"})
 _INPUT, _WEIGHT, _BIAS, _RUNNING, _TRAINING, _EPS = 0, 1, 2, (3, 4), 5, 7
 
 _IN_PLACE = (
@@ -176,7 +180,10 @@ def repeats(recipe: Recipe, args: tuple[Any, ...], kwargs: Any, result: Any) -> 
         return True
     tensors = iter(list(tensors_in((_as_replayed(recipe, args), *kwargs.values()))))
     run = partial(recipe.run, lambda _: next(tensors))
-    return reaches(run, list(tensors_in((result,))), NoClock())
+    wanted = list(tensors_in((result,)))
+    if str(recipe.func) in _CHOSEN and wanted[0].device.type == "cuda":
+        run = partial(in_backward, wanted[0].device, run)
+    return reaches(run, wanted, NoClock())
 
 
 def reaches(

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from belady.memory.apart import others_have_pools
+from belady.memory.thread import in_backward
 
 
 def put_first(device: torch.device, forget: Callable[[], None]) -> None:
@@ -42,24 +43,9 @@ def put_first(device: torch.device, forget: Callable[[], None]) -> None:
         if left < before:
             _multiply(device)
         if left < torch.cuda.memory_allocated(device) < before:
-            with torch.enable_grad():
-                one = torch.ones((), device=device, requires_grad=True)
-                _Multiply.apply(one).backward()  # type: ignore[no-untyped-call]
+            in_backward(device, partial(_multiply, device))
 
 
 def _multiply(device: torch.device) -> None:
     some = torch.ones(16, 16, device=device)
     torch.mm(some, some)
-
-
-class _Multiply(torch.autograd.Function):
-    """Calls cuBLAS from the thread in which autograd runs backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        _multiply(grad.device)
-        return grad

@@ -31,7 +31,7 @@ class Case:
         self.saved = (self.x * self.weight).detach()
         owned: dict[int, weakref.ref[torch.Tensor]] = {WEIGHT: weakref.ref(self.weight)}
         steps = (recipe(self.x, self.weight),)
-        chain = Chain(MADE, nbytes, once, steps, ((),), (INPUT,), owned)
+        chain = Chain(MADE, "op 7", nbytes, once, steps, ((),), (INPUT,), owned)
         versions = {WEIGHT: self.weight._version}
         sources = {INPUT: self.source}
         self.content = Recomputed(self.saved, chain, versions, sources, Digests())
@@ -146,7 +146,7 @@ def test_what_no_later_op_reads_is_gone_while_the_next_one_runs() -> None:
     first, second = 11, 12
     steps = (step(INPUT, first), step(first, second), step(second, MADE))
     spent = ((), (first,), (second,))
-    chain = Chain(MADE, 48, True, steps, spent, (INPUT,), {WEIGHT: weakref.ref(weight)})
+    chain = Chain(MADE, "op 7", 48, True, steps, spent, (INPUT,), {WEIGHT: weakref.ref(weight)})
     saved = (x * weight * weight * weight).detach()
     content = Recomputed(saved, chain, {WEIGHT: weight._version}, {INPUT: lambda _: x}, Digests())
     assert torch.equal(content.take(), saved)

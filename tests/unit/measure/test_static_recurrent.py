@@ -18,7 +18,7 @@ from belady.memory.lanes import resolve
 from tests.unit.measure.watching import CPU
 
 SRC = Path(__file__).parents[3] / "src"
-SECONDS = 5.0  # a trace that goes wrong formats its error message for a minute
+SECONDS = 20.0  # a trace that goes wrong formats its error message for a minute
 
 
 class Telling(nn.Module):
