@@ -87,14 +87,16 @@ def with_workspaces(trace: Trace, share: float) -> Trace:
     Parameters
     ----------
     share
-        Bytes of workspace, of those of the largest operand or result.
+        Bytes of workspace, of those of input, weight and output.
     """
 
     def asks(op: Op) -> int:
         if op.workspace_bytes or "convolution" not in op.name:
             return op.workspace_bytes
-        storages = {trace.values[value].storage for value in (*op.reads, *op.writes)}
-        return int(share * max((trace.storages[it].nbytes for it in storages), default=0))
+        # Backward reads all three, as values or gradients; what it writes is as large as some.
+        shown = op.reads if "backward" in op.name else (*op.reads, *op.writes)
+        storages = {trace.values[value].storage for value in shown}
+        return int(share * sum(trace.storages[it].nbytes for it in storages))
 
     return replace(trace, ops=tuple(replace(op, workspace_bytes=asks(op)) for op in trace.ops))
 

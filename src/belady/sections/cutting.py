@@ -169,7 +169,9 @@ class Cutting:
         asking, budget = with_workspaces(trace, self._share(module, call)), self._policy.budget
         within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
         may_lack = asking != trace or self._allowed < 1.0
-        return may_lack and over_budget(asking, self._hardware, within) > 0
+        # An optimizer that keeps nothing is rare, and what is not there yet is in no static trace.
+        state = trained_bytes(trace) if self._allowed == 1.0 else 0
+        return may_lack and over_budget(asking, self._hardware, within) + state > 0
 
     def _share(self, module: nn.Module, call: Call) -> float:
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.

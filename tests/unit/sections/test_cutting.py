@@ -81,7 +81,7 @@ def test_what_does_not_fit_when_it_is_tried_is_not_cut(monkeypatch: pytest.Monke
     assert parts.said == []
 
 
-@pytest.mark.parametrize(("share", "cut"), [(0.0, False), (2.0, True), (6.3, True)])
+@pytest.mark.parametrize(("share", "cut"), [(0.0, False), (1.0, True), (3.15, True)])
 def test_room_is_made_beside_workspaces_where_they_would_not_fit(
     share: float, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,11 +111,11 @@ def test_only_convolutions_lack_workspaces(
 @pytest.mark.parametrize(
     ("dtype", "weights_last", "images_last", "share"),
     [
-        (torch.bfloat16, False, False, 2.0),
+        (torch.bfloat16, False, False, 1.0),
         (torch.bfloat16, True, False, 0.0),
         (torch.bfloat16, False, True, 0.0),
-        (torch.float32, False, False, 6.3),
-        (torch.float32, True, True, 8.3),
+        (torch.float32, False, False, 3.15),
+        (torch.float32, True, True, 4.15),
     ],
 )
 def test_the_workspace_that_may_be_asked_for_is_that_of_the_format(
