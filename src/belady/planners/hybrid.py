@@ -56,7 +56,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 9
+    version: int = 10
     recomputes: bool = True
 
     def __call__(

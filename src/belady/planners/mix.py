@@ -15,7 +15,7 @@ from belady.ir.residency import offload_boundaries
 from belady.planners.base import Draft, assemble
 from belady.planners.due import due_by, schedule, timed
 from belady.planners.moves import Case, movable, offloads, tier_for
-from belady.planners.repairs import heavy, light, worst
+from belady.planners.repairs import Which, bulky, heavy, light, worst
 from belady.planners.sharing import held, passing
 from belady.planners.spread import Bytes, Spread, Times, alone, held_bytes, keep, slack_of
 from belady.planners.ways import Ways
@@ -63,8 +63,8 @@ class Wish:
         Whether room is given to copies under way before anything that is recomputed stays.
     encodes
         Whether those are encoded that lose less time so for each byte than by a replay.
-    encoded
-        Those of ``values`` that are not to be recomputed in any case.
+    encoded, plain
+        Those of ``values`` that are not to be recomputed in any case, or not to be encoded.
     """
 
     values: frozenset[int]
@@ -74,6 +74,7 @@ class Wish:
     copies_first: bool = False
     encodes: bool = True
     encoded: frozenset[int] = frozenset()
+    plain: frozenset[int] = frozenset()
 
 
 class Fitting(NamedTuple):
@@ -122,7 +123,8 @@ class Mixer:
             worth = replay is not None and self.ways.worth(value, replay, wish.stretch)
             if value in wish.encoded or not worth:
                 replay = None
-            encoding = self.ways.encodings.get(value) if wish.encodes else None
+            encodes = wish.encodes and value not in wish.plain
+            encoding = self.ways.encodings.get(value) if encodes else None
             if encoding is not None and self.ways.cost_of(value, encoding) < self.ways.cost_of(
                 value, replay
             ):
@@ -221,16 +223,21 @@ class Mixer:
             slack = self._slack(away)
             if slack.min(initial=0) >= 0:
                 return Fitting(wish, away, slack)
-            lack = ((at, -int(slack[at])) for at in worst(slack))
             # Little by little where that is enough; of long rows it never is.
-            these = light if 2 * done < self._repairs else heavy
-            found = [
-                these(self._case, away.replays, away.moves, at, lacking) for at, lacking in lack
-            ]
-            if not any(found):
+            less = self._less(wish, away, slack, light if 2 * done < self._repairs else heavy)
+            if less is None:
                 return None
-            wish = self._without(wish, frozenset().union(*found))
+            wish = less
         return None
+
+    def _less(self, wish: Wish, away: Away, slack: Bytes, which: Which) -> Wish | None:
+        """The wish without replays that take what is lacking, or else without encodings that do."""
+        lack = [(at, -int(slack[at])) for at in worst(slack)]
+        found = [which(self._case, away.replays, away.moves, *it) for it in lack]
+        if any(found):
+            return self._without(wish, frozenset().union(*found))
+        codes = [bulky(self._case.trace, away.encoded, self.ways, *it) for it in lack]
+        return replace(wish, plain=wish.plain.union(*codes)) if any(codes) else None
 
     def _without(self, wish: Wish, replays: frozenset[int]) -> Wish:
         """The wish without these replays: what can be encoded is, rather than copied."""

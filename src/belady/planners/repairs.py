@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from math import inf
 
 import numpy as np
 
-from belady.ir.plan import Recompute
+from belady.ir.plan import Encode, Recompute
 from belady.ir.replay import sources
 from belady.ir.scratch import replay_bytes
+from belady.ir.trace import Trace
 from belady.planners.moves import Case, read_by
 from belady.planners.spread import Bytes, held_bytes
+from belady.planners.ways import Ways
+
+# Chooses replays to do without: of a case, its replays, what else is gone, an op and what it lacks.
+Which = Callable[[Case, Mapping[int, Recompute], Collection[int], int, int], set[int]]
 
 # What a value counts as beside its bytes, which many small ones are not to be copied for.
 _LEAST_BYTES = 1 << 20
@@ -60,25 +65,49 @@ def light(
 
     Each time the one that frees most of what is lacking for its own bytes, of equals the one that
     frees least: of values that are made again one from another, nothing before it need be there as
-    early, and what is after it still is. Empty if none frees anything; those of `heavy` where so
-    many values are made again early that to weigh all of them would take long.
+    early, and what is after it still is. Where several start from one value, none of them frees it
+    alone: they count together too. Empty if none frees anything; those of `heavy` where so many
+    values are made again early that to weigh all of them would take long.
     """
     early = _Early(case, replays, gone, at)
     if len(early.made) > _MANY:
         return heavy(case, replays, gone, at, lacking)
-    found = set[int]()
+    found = frozenset[int]()
     held = early.held(found)
     while lacking > 0:
-        frees = {value: held - early.held(found | {value}) for value in early.made - found}
+        left = {values - found for values in early.together} - {frozenset()}
+        frees = {values: held - early.held(found | values) for values in left}
+        own = {values: sum(early.nbytes[it] + _LEAST_BYTES for it in values) for values in left}
         best = max(
             frees,
-            key=lambda v: (min(frees[v], lacking) / (early.nbytes[v] + _LEAST_BYTES), -frees[v], v),
-            default=None,
+            key=lambda of: (min(frees[of], lacking) / own[of], -frees[of], sorted(of)),
+            default=found,
         )
-        if best is None or frees[best] <= 0:
+        if frees.get(best, 0) <= 0:
             break
-        found.add(best)
+        found |= best
         held, lacking = held - frees[best], lacking - frees[best]
+    return set(found)
+
+
+def bulky(
+    trace: Trace, encoded: Mapping[int, Encode], ways: Ways, at: int, lacking: int
+) -> set[int]:
+    """Encoded values that give back ``lacking`` bytes during an op if they are not, if any do.
+
+    Of those that are, those first of which the largest part is left.
+    """
+    left = {
+        value: ways.nbytes[value] - ways.saved[value]
+        for value, it in encoded.items()
+        if it.encode_at <= at < trace.values[value].dropped
+    }
+    found = set[int]()
+    for value in sorted(left, key=lambda v: (-left[v] / ways.nbytes[v], v)):
+        if lacking <= 0:
+            break
+        found.add(value)
+        lacking -= left[value]
     return found
 
 
@@ -94,6 +123,8 @@ class _Early:
     ----------
     made
         Recomputed values on which it depends what is there.
+    together
+        Each of them, and all that start from one value.
     nbytes
         Their device bytes, and those of what they start from.
     """
@@ -116,6 +147,11 @@ class _Early:
         # A replay starts from what was produced before, so users come first here.
         self._order = sorted(self.made, key=lambda v: (-trace.values[v].producer, -v))
         self._starts = {value: starts[value] for value in self._order}
+        users = (
+            frozenset(value for value, of in self._starts.items() if source in of)
+            for source in dict.fromkeys(chain.from_iterable(self._starts.values()))
+        )
+        self.together = {*(frozenset({value}) for value in self._order), *users}
         there = self.made.union(chain.from_iterable(self._starts.values()))
         self._needed = {value: needed[value] for value in there}
         self.nbytes = {value: held_bytes(case, value) for value in there}

@@ -15,7 +15,7 @@ from belady.planners import plan
 from belady.planners.due import timed
 from belady.planners.mix import Mixer, Wish
 from belady.planners.moves import Case, movable
-from belady.planners.repairs import heavy, light, worst
+from belady.planners.repairs import bulky, heavy, light, worst
 from belady.planners.segments import bottlenecks, segmented
 from belady.planners.spread import held_bytes
 from belady.simulate import bound
@@ -116,6 +116,23 @@ def test_a_replay_is_given_up_for_what_it_makes_beside_or_keeps_from_being_away(
     assert row.light(1, row.reads[3], {}) == set()
 
 
+def test_replays_that_start_from_one_value_are_given_up_together() -> None:
+    row = Row()
+    first, third, fourth = row.values[0], row.values[3], row.values[4]
+    both = {
+        third: Recompute((1, 2, 3), row.reads[3]),
+        fourth: Recompute((1, 2, 3, 4), row.reads[4]),
+    }
+    at = row.reads[1]
+    assert row.reads[4] < row.reads[3] <= at < row.reads[0]
+    assert row.trace.ops[1].reads[0] == first
+    # Each alone leaves the other, which has it back as early.
+    assert row.light(1, at, both) == {third, fourth}
+    assert row.light(2**40, at, both) == {third, fourth}
+    # Before the other one runs, the fourth alone is in the way.
+    assert row.light(1, row.reads[4], both) == {fourth}
+
+
 def test_what_can_be_encoded_is_not_copied_where_its_replay_takes_too_much() -> None:
     """A mask: a bit an element does where its replay does not fit."""
     specs = [LARGE, replace(LARGE, mask=True)] * 8
@@ -130,6 +147,37 @@ def test_what_can_be_encoded_is_not_copied_where_its_replay_takes_too_much() -> 
     assert not encoded & {*away.moves, *away.replays}
     copied = mixer.away(mixer._without(replace(wish, encodes=False), encoded))
     assert encoded <= copied.moves.keys()
+
+
+def test_encodings_that_leave_too_much_are_given_up_too() -> None:
+    """What is left of 60 masks, 12.5 MB of each, is there at the turn from forward to backward."""
+    trace = build_trace([replace(LARGE, mask=True)] * 60)
+    room = Case(trace, gpu(), PLENTY)
+    wish = Wish(frozenset(Mixer(room, "mix/0").ways.encodings), stretch=0.0)
+    floor = int(Mixer(room, "mix/0")._slack(Mixer(room, "mix/0").away(Wish(frozenset()))).min())
+    least = PLENTY.device_bytes - floor
+    for more, kept in ((750 * MB, 59), (375 * MB, 29), (0, 0)):
+        case = Case(trace, gpu(), Budget(least + more))
+        mixer = Mixer(case, "mix/0")
+        fitting = mixer._begin(wish)
+        assert fitting is not None
+        assert fitting.slack.min() >= 0
+        assert abs(len(fitting.away.encoded) - kept) < 4
+
+
+def test_what_goes_from_encodings_is_most_of_what_is_left() -> None:
+    trace = build_trace([replace(LARGE, mask=True)] * 4)
+    ways = Mixer(Case(trace, gpu(), PLENTY), "mix/0").ways
+    encoded = ways.encodings
+    first, *_, last = sorted(encoded, key=lambda v: trace.values[v].first_save)
+    at = encoded[last].encode_at
+    # The same bytes are left of all, but those are the most of the fewest.
+    ways.nbytes[last] //= 2
+    ways.saved[last] -= ways.nbytes[last]
+    assert bulky(trace, encoded, ways, at, 1) == {last}
+    assert bulky(trace, encoded, ways, at, 2**40) == {*encoded}
+    assert bulky(trace, encoded, ways, encoded[first].encode_at, 2**40) == {first}
+    assert bulky(trace, {}, ways, at, 1) == set()
 
 
 def test_the_heaviest_replays_are_those_whose_end_helps_most() -> None:
