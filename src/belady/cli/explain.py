@@ -10,7 +10,7 @@ import typer
 from belady.cli.inputs import RunArgument, read
 from belady.cli.options import JsonOption
 from belady.cli.show import note, show_document, show_line
-from belady.ir.files import uncollected
+from belady.ir.collector import uncollected
 from belady.ir.run import Run
 
 _SPEAK_AFTER_S = 3.0

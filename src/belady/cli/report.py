@@ -10,7 +10,8 @@ import typer
 from belady.cli.inputs import RunArgument, read
 from belady.cli.outputs import require_output
 from belady.cli.show import note
-from belady.ir.files import uncollected, write
+from belady.ir.collector import uncollected
+from belady.ir.files import write
 from belady.ir.run import Run
 
 

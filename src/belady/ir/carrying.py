@@ -114,12 +114,15 @@ class Copies:
         self._made: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self._left: list[tuple[Draft, int]] = []
         self._steps = _steps(writing.trace, stretch)
+        self._needs: dict[int, dict[int, bool]] = {}
 
     def copy(self, stage: int, part: int, like: Op) -> None:
         """At the beginning of a stage of a slice: copy, and read the copies from here on."""
         writing = self._writing
         made = self._made[stage, part] = []
-        for value, last in self._read_by_modules(stage).items():
+        if stage not in self._needs:
+            self._needs[stage] = self._read_by_modules(stage)
+        for value, last in self._needs[stage].items():
             original = writing.value(value, part)
             writing.extra("clone.default", like, [original])
             before = writing.draft(original)

@@ -8,7 +8,6 @@ never runs anything.
 from __future__ import annotations
 
 import errno
-import gc
 import gzip
 import json
 import os
@@ -21,6 +20,7 @@ from typing import IO, TypeVar
 
 from belady.errors import DocumentError
 from belady.ir.codec import Codec, object_codec
+from belady.ir.collector import uncollected
 from belady.ir.consistency import validate
 from belady.ir.scalars import Misfit, unique_keys
 
@@ -30,7 +30,6 @@ __all__ = [
     "loads",
     "require_writable",
     "save",
-    "uncollected",
     "validate",
     "write",
 ]
@@ -175,21 +174,6 @@ def load(cls: type[T], path: str | os.PathLike[str]) -> T:
     except UnicodeDecodeError as error:
         raise DocumentError(f"document: not UTF-8: {error}") from error
     return loads(cls, text)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause the garbage collector: what is read stays, and it would look at it again and again.
-
-    That takes a third of the time in which a run of 30,000 ops is read, and then drawn.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _codec(cls: type) -> Codec:

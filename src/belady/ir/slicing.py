@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from belady.ir.ops import Mode, Op, Replay
+from belady.ir.ops import Algorithm, Mode, Op, Replay
 from belady.ir.trace import StorageKind, Trace, Use
 
 # Not in a slice.
@@ -43,6 +43,14 @@ class Written:
     origin: int = -1
     part: int = WHOLE
     uses: list[Use] = field(default_factory=list)
+
+
+def _share(way: Algorithm, size: int, samples: int) -> Algorithm:
+    return replace(
+        way,
+        device_seconds=way.device_seconds * size / samples,
+        workspace_bytes=-(-way.workspace_bytes * size // samples),
+    )
 
 
 class Rewriting:
@@ -107,28 +115,22 @@ class Rewriting:
         origin = old.forward_op
         if origin is not None:
             origin = self.places.get((origin, part), self.places.get((origin, WHOLE)))
-        self.ops.append(old)
         writes = []
         for value in old.writes:
             shared = self.trace.values[value].storage in full
             writes.append(self._write(value, part, index, *((1, 1) if shared else (size, samples))))
-        self.ops[index] = replace(
-            old,
-            reads=reads,
-            writes=tuple(dict.fromkeys(writes)),
-            forward_op=origin,
-            device_seconds=old.device_seconds * size / samples,
-            workspace_bytes=-(-old.workspace_bytes * size // samples),
-            shortcut=None if old.shortcut is None else self._mapped(old.shortcut, part),
-            algorithms=tuple(
-                replace(
-                    way,
-                    device_seconds=way.device_seconds * size / samples,
-                    workspace_bytes=-(-way.workspace_bytes * size // samples),
-                )
-                for way in old.algorithms
-            ),
-        )
+        # Not by `replace`, as this is most of what slicing takes.
+        self.ops.append(
+            Op(
+                old.name, old.module, old.phase, old.pass_index, old.mode,
+                old.device_seconds * size / samples, old.host_seconds,
+                -(-old.workspace_bytes * size // samples),
+                reads, tuple(dict.fromkeys(writes)),
+                old.random, old.mutates, old.communicates, old.batch_dims, origin,
+                tuple(_share(way, size, samples) for way in old.algorithms), old.replayable,
+                None if old.shortcut is None else self._mapped(old.shortcut, part),
+            )
+        )  # fmt: skip
         return index
 
     def _mapped(self, replay: Replay, part: int) -> Replay:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Stretch:
         """Whether a slice of what goes in is a copy."""
         return self.passed_on >= 0 or self.along > 0
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Samples of the batch."""
         return sum(self.sizes)
@@ -84,4 +86,8 @@ class Stretch:
 
     def start(self, part: int) -> int:
         """First sample of slice ``part``."""
-        return sum(self.sizes[: self.parts.index(part)])
+        return self._starts[self.parts.index(part)]
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.sizes, initial=0))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from belady.errors import InfeasibleBudgetError
+from belady.ir.collector import uncollected
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
@@ -58,7 +59,8 @@ def plan(
     if policy not in POLICIES:
         raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
     try:
-        return POLICIES[policy](trace, hardware, budget, exact=exact)
+        with uncollected():
+            return POLICIES[policy](trace, hardware, budget, exact=exact)
     finally:
         # Only planners ask so often, and a trace is kept for as long as a program trains.
         trace.worked_out.clear()

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
 
 from belady.errors import PlanMismatchError
 from belady.ir.along import Dims, seen_along
+from belady.ir.collector import uncollected
 from belady.ir.curves import curve
 from belady.ir.finding import find
 from belady.ir.hardware import HardwareProfile
 from belady.ir.margin import needed
 from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
-from belady.ir.trace import Op, Trace
+from belady.ir.trace import Trace
 from belady.planners.base import assemble
 from belady.planners.floor import FLOOR
 from belady.planners.moves import Case
@@ -76,29 +76,6 @@ def sections_for(
         Empty if it fits as it is. Whoever runs them changes the order of sums.
     """
     return Sectioning(trace, hardware, budget, chains, may).within(budget.device_bytes)
-
-
-def with_workspaces(trace: Trace, share: float) -> Trace:
-    """The trace with what its convolutions may ask for beside their operands, where none is known.
-
-    A library that does not get the workspace of its fastest algorithm takes another one, which can
-    be tens of times slower, and stays with it.
-
-    Parameters
-    ----------
-    share
-        Bytes of workspace, of those of input, weight and output.
-    """
-
-    def asks(op: Op) -> int:
-        if op.workspace_bytes or "convolution" not in op.name:
-            return op.workspace_bytes
-        # Backward reads all three, as values or gradients; what it writes is as large as some.
-        shown = op.reads if "backward" in op.name else (*op.reads, *op.writes)
-        storages = {trace.values[value].storage for value in shown}
-        return int(share * sum(trace.storages[it].nbytes for it in storages))
-
-    return replace(trace, ops=tuple(replace(op, workspace_bytes=asks(op)) for op in trace.ops))
 
 
 def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:
@@ -286,13 +263,16 @@ class Sectioning:
     def _needed(self, sections: Sections) -> tuple[int, str]:
         """Bytes of the smallest budget of the floor, and the module of the op that needs most."""
         if sections not in self._known:
-            try:
-                trace = apply(self._seen(sections), sections) if sections else self._trace
-            except PlanMismatchError:
-                self._known[sections] = 1 << 62, ""
-            else:
-                self._known[sections] = _needed(trace, self._hardware, self._budget)
+            with uncollected():
+                self._known[sections] = self._judged(sections)
         return self._known[sections]
+
+    def _judged(self, sections: Sections) -> tuple[int, str]:
+        try:
+            trace = apply(self._seen(sections), sections) if sections else self._trace
+        except PlanMismatchError:
+            return 1 << 62, ""
+        return _needed(trace, self._hardware, self._budget)
 
 
 def _needed(trace: Trace, hardware: HardwareProfile, budget: Budget) -> tuple[int, str]:

@@ -128,3 +128,26 @@ def _chosen(trace: Trace, workspace: Workspace) -> Algorithms:
     rule = _leanest if workspace is Workspace.MEMORY else _observed
     by_op = tuple((i, rule(op).name) for i, op in enumerate(trace.ops) if op.algorithms)
     return Algorithms(workspace, by_op) if by_op else UNCHANGED
+
+
+def with_workspaces(trace: Trace, share: float) -> Trace:
+    """The trace with what its convolutions may ask for beside their operands, where none is known.
+
+    A library that does not get the workspace of its fastest algorithm takes another one, which can
+    be tens of times slower, and stays with it.
+
+    Parameters
+    ----------
+    share
+        Bytes of workspace, of those of input, weight and output.
+    """
+
+    def asks(op: Op) -> int:
+        if op.workspace_bytes or "convolution" not in op.name:
+            return op.workspace_bytes
+        # Backward reads all three, as values or gradients; what it writes is as large as some.
+        shown = op.reads if "backward" in op.name else (*op.reads, *op.writes)
+        storages = {trace.values[value].storage for value in shown}
+        return int(share * sum(trace.storages[it].nbytes for it in storages))
+
+    return replace(trace, ops=tuple(replace(op, workspace_bytes=asks(op)) for op in trace.ops))

@@ -17,7 +17,8 @@ from belady.measure.key import Key
 from belady.measure.stages import Policy
 from belady.measure.static import trained_bytes
 from belady.planners.places import Sections
-from belady.planners.sectioning import Sectioning, over_budget, with_workspaces
+from belady.planners.sectioning import Sectioning, over_budget
+from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate, chains
 from belady.sections.gate import Gate
 from belady.sections.in_force import WHOLE, Decided, InForce, flags_of

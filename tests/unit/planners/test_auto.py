@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from belady import planners
 from belady.errors import InfeasibleBudgetError
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners import POLICIES, plan, smallest_budget
+from belady.planners.floor import FLOOR, Floor
 from belady.planners.vdnn_layers import Kind, kind_of
 from tests.unit.planners.nets import MIB, VGG, gpu, net
 
@@ -25,6 +29,29 @@ def test_nothing_when_everything_fits() -> None:
     assert made.moves_nothing
     assert made.numerics == ()
     assert {a.reason for a in made.assignments} == {"kept: everything fits in device memory"}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_a_plan_is_made(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, resting = net(VGG), []
+
+    class Resting(Floor):
+        def __call__(self, *args: Any, **kwargs: Any) -> Plan:
+            resting.append(not gc.isenabled())
+            return FLOOR(*args, **kwargs)
+
+    monkeypatch.setattr(planners, "POLICIES", {"resting": Resting()})
+    try:
+        gc.enable() if enabled else gc.disable()
+        plan("resting", trace, gpu(), PLENTY)
+        with pytest.raises(InfeasibleBudgetError):
+            plan("resting", trace, gpu(), Budget(1))
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert resting == [True, True]
 
 
 @pytest.mark.parametrize("link_rate", [1e9, 5e10, 1e13])

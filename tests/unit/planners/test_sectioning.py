@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,8 +18,9 @@ from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.static import with_state
-from belady.planners import smallest_budget
-from belady.planners.sectioning import Sectioning, over_budget, sections_for, with_workspaces
+from belady.planners import sectioning, smallest_budget
+from belady.planners.sectioning import Sectioning, over_budget, sections_for
+from belady.planners.workspace import with_workspaces
 from tests.unit.planners.nets import gpu
 
 PLENTY = Budget(1 << 40)
@@ -154,6 +156,27 @@ def test_what_convolutions_ask_for_beside_their_operands_is_counted() -> None:
     found = sections_for(asking, gpu(), budget, chains, everything)
     assert found
     assert floor_of(asking, found) <= budget.device_bytes
+
+
+def test_the_collector_rests_while_slices_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, chains = traced(nested)
+    resting, asked = [], []
+
+    def needs(*_: object) -> tuple[int, str]:
+        resting.append(not gc.isenabled())
+        return 1 << 40, "1"
+
+    def may(_: Section) -> bool:
+        asked.append(gc.isenabled())
+        return True
+
+    monkeypatch.setattr(sectioning, "_needed", needs)
+    assert sections_for(trace, gpu(), Budget(1), chains, may) is None
+    assert resting
+    assert all(resting)
+    # The user's modules run for an answer.
+    assert all(asked)
+    assert gc.isenabled()
 
 
 def test_a_workspace_that_is_known_stays() -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from belady.ir.collector import uncollected
 from belady.ir.curves import curve
-from belady.ir.files import load, save, uncollected
+from belady.ir.files import load, save
 from belady.ir.plan import Assignment, Budget, Encode, Offload, Plan
 from belady.ir.residency import away
 from belady.ir.run import Run

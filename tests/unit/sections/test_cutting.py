@@ -10,7 +10,7 @@ from belady.ir.plan import Budget
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
 from belady.planners import smallest_budget
-from belady.planners.sectioning import with_workspaces
+from belady.planners.workspace import with_workspaces
 from belady.sections import candidate, cutting
 from belady.sections.cutting import Cutting
 from belady.sections.workspaces import workspace_share
