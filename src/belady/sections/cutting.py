@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -24,6 +26,9 @@ from belady.sections.gate import Gate
 from belady.sections.in_force import WHOLE, Decided, InForce, flags_of
 from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
 from belady.sections.wrap import wrap
+from belady.units import format_bytes, format_seconds
+
+_log = logging.getLogger("belady")
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
@@ -228,7 +233,7 @@ class Cutting:
         self._allowed *= _LESS * budget / (budget + over)
 
     def _cut(self, key: Key, call: Candidate, share: float, copies: Sequence[int]) -> bool:
-        sections = self._chosen(call, share, copies)
+        sections = self._told(call, share, copies)
         if not sections:
             return False
         module = call.module
@@ -236,6 +241,16 @@ class Cutting:
         self._said[id(module)] = [_sentence(section) for section in sections]
         self._wrap(module, sections)
         return True
+
+    def _told(self, call: Candidate, share: float, copies: Sequence[int]) -> Sections | None:
+        """What is chosen; the search takes seconds, in which the script says nothing."""
+        size, room = len(call.trace.ops), format_bytes(self._policy.budget.device_bytes)
+        _log.info("looking for slices in which a call of %d ops fits into %s", size, room)
+        begun = perf_counter()
+        sections = self._chosen(call, share, copies)
+        took = format_seconds(perf_counter() - begun)
+        _log.info("%s in %s", "found slices" if sections else "found none", took)
+        return sections
 
     def _wrap(self, module: nn.Module, sections: Sections) -> None:
         if sections:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -9,11 +10,14 @@ from torch import nn
 from belady.ir.plan import Budget
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
+from belady.measure.static import trained_bytes
 from belady.planners import smallest_budget
+from belady.planners.sectioning import over_budget
 from belady.planners.workspace import with_workspaces
 from belady.sections import candidate, cutting
 from belady.sections.cutting import Cutting
 from belady.sections.workspaces import workspace_share
+from belady.units import format_bytes
 from tests.unit.planners.nets import gpu
 
 CPU = torch.device("cpu")
@@ -64,6 +68,17 @@ def test_nothing_that_cannot_be_helped_is_cut() -> None:
     assert not Cutting(Policy("auto", Budget(1 << 10)), gpu(), CPU).cut(KEY, deep(), CALL)
 
 
+def test_whoever_waits_for_the_search_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "belady")
+    for nbytes, found in ((int(0.95 * floor(deep())), "found slices"), (1 << 10, "found none")):
+        caplog.clear()
+        Cutting(Policy("auto", Budget(nbytes)), gpu(), CPU).cut(KEY, deep(), CALL)
+        first, *_, last = (it.getMessage() for it in caplog.records)
+        assert first.startswith("looking for slices in which a call of ")
+        assert first.endswith(f" fits into {format_bytes(nbytes)}")
+        assert last.startswith(f"{found} in ")
+
+
 @pytest.mark.parametrize(
     "policy", [Policy("auto", Budget(1 << 20), exact=True), Policy("lifetime", Budget(1 << 20))]
 )
@@ -94,6 +109,17 @@ def test_room_is_made_beside_workspaces_where_they_would_not_fit(
     roomy = Cutting(Policy("auto", Budget(10 * floor(deep()))), gpu(), CPU)
     roomy.make_room(KEY, deep(), CALL, trace)
     assert roomy.said == []
+
+
+def test_room_for_workspaces_is_what_an_optimizer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "workspace_share", lambda *_: 1.0)
+    model = deep()
+    trace = static_trace_with_batch(model, CALL, CPU)
+    least = over_budget(with_workspaces(trace, 1.0), gpu(), Budget(0))
+    enough = least + trained_bytes(trace)
+    for nbytes, lacks in ((least, True), (enough - 1, True), (enough, False)):
+        parts = Cutting(Policy("auto", Budget(nbytes)), gpu(), CPU)
+        assert parts.lacks_workspaces(model, CALL, trace) is lacks
 
 
 @pytest.mark.parametrize(("convolves", "lacks"), [(True, True), (False, False)])
