@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ _STEPS = range(901, 1101, 2)
 _FEW = 1 << 15
 _LEFT = 64
 _AT_ONCE = 64
+_SOME = "an op"
 _OTHERWISE = (
     "bytes that forward saved were made again and came out otherwise, first those of {}: the "
     "program computes something else than when it was observed"
@@ -95,9 +97,11 @@ class _Pairs:
         return bool(self.compared())
 
     def first_other(self) -> str:
-        """What made the first bytes that came out otherwise; waits for each."""
+        """What made the first bytes that came out otherwise, if that can be found; waits for it."""
         pairs = zip(self.saved, self.replayed, self.made_by, strict=True)
-        return next((it for one, other, it in pairs if not one.equal(other)), "an op")
+        with unseen(), suppress(RuntimeError):
+            return next((it for one, other, it in pairs if not one.equal(other)), _SOME)
+        return _SOME
 
 
 class _Late(NamedTuple):
@@ -199,6 +203,8 @@ class Digests:
                 self.refute("bytes that forward saved were made again and could not be compared")
                 raise
             if not equal and not self.wrong:
+                # Before it is asked which, as that may be interrupted.
+                self.refute(_OTHERWISE.format(_SOME))
                 self.refute(_OTHERWISE.format(pairs.first_other()))
         self._hear(self._iteration)
         if self.wrong:
@@ -252,20 +258,21 @@ class Digests:
 
         True if one of them says that a replay came out otherwise.
         """
-        wrong = ""
+        wrong = False
         while self._late:
             late = self._late[0]
             if late.iteration < iteration:
                 late.there.synchronize()
             elif not late.there.query():  # type: ignore[no-untyped-call]
                 break
-            self._late.pop(0)
             with unseen():
-                if not late.equal:
-                    wrong = wrong or late.held.first_other()
-        if wrong:
-            self.refuted, self.wrong = True, _LATE.format(wrong)
-        return bool(wrong)
+                equal = bool(late.equal)
+            if not equal and not wrong:
+                wrong = self.refuted = True
+                self.wrong = _LATE.format(_SOME)
+                self.wrong = _LATE.format(late.held.first_other())
+            self._late.pop(0)
+        return wrong
 
     def refute(self, why: str) -> None:
         """A replay cannot be right; the next `demand_equal` says so."""

@@ -126,7 +126,7 @@ def _chain(trace: Trace, value: int, decision: Recompute, recipes: Recipes) -> C
     nbytes = trace.storages[trace.values[value].storage].nbytes
     once = len(trace.values[value].saves) == 1
     spent = _spent(trace, value, decision)
-    made_by = trace.locate(decision.ops[-1])
+    made_by = trace.locate(trace.values[value].producer)
     return Chain(value, made_by, nbytes, once, steps, spent, tuple(dict.fromkeys(saved)), owned)
 
 

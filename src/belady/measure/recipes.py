@@ -2,8 +2,8 @@
 
 Only ops that give the same bits for the same inputs and touch nothing else have a recipe; random
 ops never do. Convolutions and matrix products do: torch takes the algorithm of the first run again,
-unless its workspace does not fit in memory any more. Then the digests tell. It keeps one for each
-thread, so convolutions are tried on the thread that replays run on.
+unless its workspace does not fit in memory any more; then the digests tell. Each thread has one of
+its own, so convolutions are tried on the thread that replays run on.
 """
 
 from __future__ import annotations

@@ -18,10 +18,15 @@ T = TypeVar("T")
 def in_backward(device: torch.device, call: Callable[[], T]) -> T:
     """Call where autograd runs backward of ``device``, on the current stream; wait for the result.
 
-    Exceptions come out as they are. No mode of the caller sees the call.
+    Exceptions come out as they are. No dispatch mode of the caller sees the call.
     """
     made: list[T] = []
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),  # an exception is an answer, and no anomaly
+    ):
         one = torch.ones((), device=device, requires_grad=True)
         result = _Call.apply(one, lambda: made.append(call()))  # type: ignore[no-untyped-call]
         result.backward()

@@ -93,14 +93,15 @@ def light(
 def bulky(
     trace: Trace, encoded: Mapping[int, Encode], ways: Ways, at: int, lacking: int
 ) -> set[int]:
-    """Encoded values that give back ``lacking`` bytes during an op if they are not, if any do.
+    """Encoded values that may give back ``lacking`` bytes during an op, if any, once they are not.
 
-    Of those that are, those first of which the largest part is left.
+    Those first of which the largest part is left.
     """
     left = {
         value: ways.nbytes[value] - ways.saved[value]
         for value, it in encoded.items()
         if it.encode_at <= at < trace.values[value].dropped
+        and ways.nbytes[value] > ways.saved[value]
     }
     found = set[int]()
     for value in sorted(left, key=lambda v: (-left[v] / ways.nbytes[v], v)):

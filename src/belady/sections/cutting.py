@@ -163,7 +163,7 @@ class Cutting:
         if not self.lacks_workspaces(module, call, trace):
             return
         if (found := Candidate.of(module, call, self._device, self._alongs)) is not None:
-            self._cut(key, found, self._share(module, call), _COPIES[-1:])
+            self._cut(key, found, self._share(module, call), _COPIES[1:])
 
     def lacks_workspaces(self, module: nn.Module, call: Call, trace: Trace | None) -> bool:
         """Whether a call that may be cut does not fit beside what a library will ask for.

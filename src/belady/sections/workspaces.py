@@ -11,13 +11,14 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 # Most workspace of cuDNN's algorithms with tensor cores and without, in NCHW and in channels_last,
-# in bytes of input and output (H200; `python -m benchmarks kernels --question convolution`). With
+# of input, weight and output (H200; `python -m benchmarks kernels --question convolution`). With
 # tensor cores these are laid out anew: of a ResNet's convolutions too it is their sum, if any.
+# Without, it was measured where input and output are equal, and is taken to be so elsewhere.
 WITH_TENSOR_CORES, _WITHOUT = (1.0, 0.0), (3.15, 4.15)
 
 
 def workspace_share(module: nn.Module, call: tuple[Any, Any], device: torch.device) -> float:
-    """What a convolution may ask for, of its input and output; nothing on a CPU."""
+    """What a convolution may ask for, of input, weight and output; nothing on a CPU."""
     if device.type != "cuda":
         return 0.0
     parameters = list(module.parameters())

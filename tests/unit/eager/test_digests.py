@@ -25,6 +25,14 @@ class Event:
         self.there = True
 
 
+def pairs(*equal: bool) -> _Pairs:
+    """Digests of as many values, which op 0 and so on have made."""
+    found = _Pairs(None)
+    for op, same in enumerate(equal):
+        found.add(torch.zeros(3), torch.full((3,), float(not same)), f"op {op}")
+    return found
+
+
 def answering(equal: bool) -> tuple[Digests, Event]:
     """Digests in their second iteration, with one answer of it on its way."""
     digests, event = Digests(at_once=False), Event()
@@ -32,7 +40,7 @@ def answering(equal: bool) -> tuple[Digests, Event]:
     digests.finish_iteration()
     digests.start_iteration()
     there = cast("torch.cuda.Event", event)
-    digests._late.append(_Late(2, torch.tensor(equal), there, _Pairs(None)))
+    digests._late.append(_Late(2, torch.tensor(equal), there, pairs(True, equal, equal)))
     return digests, event
 
 
@@ -84,6 +92,39 @@ def test_the_next_iteration_waits_for_the_answer_and_says_that_it_is_late(
     assert digests.refuted
     digests.start_iteration()
     demand(digests)
+
+
+def test_the_first_op_that_came_out_otherwise_is_named() -> None:
+    digests = Digests()
+    digests._pairs[None] = pairs(True, False, False)
+    with pytest.raises(ReplayError, match=r"first those of op 1: .*no optimizer has used them"):
+        digests.demand_equal()
+    digests, _ = answering(equal=False)
+    with pytest.raises(ReplayError, match=r"first those of op 1: .*known late"):
+        digests.settle()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_nobody_goes_on_with_wrong_bytes_because_it_cannot_be_told_whose_they_are(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bool:
+        raise error("now")
+
+    named = error is torch.OutOfMemoryError
+    for late in (False, True):
+        digests, _ = answering(equal=False)
+        if not late:
+            digests = Digests()
+            digests._pairs[None] = pairs(False)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "equal", fail)
+            with pytest.raises(ReplayError if named else error, match="an op" if named else "now"):
+                digests.settle() if late else digests.demand_equal()
+        assert digests.refuted
+        if not named:
+            with pytest.raises(ReplayError):
+                digests.settle() if late else digests.demand_equal()
 
 
 def test_what_is_wrong_now_does_not_hide_what_was_wrong_before():

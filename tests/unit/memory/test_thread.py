@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -32,6 +33,17 @@ def test_its_errors_are_the_callers() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         in_backward(CPU, scarce)
+
+
+def test_an_error_is_no_anomaly() -> None:
+    def fail() -> None:
+        raise RuntimeError("no room")
+
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="no room"):
+            in_backward(CPU, fail)
+        assert torch.is_anomaly_enabled()
 
 
 def test_it_can_be_made_within_a_backward() -> None:

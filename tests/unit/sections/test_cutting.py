@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from belady.ir.plan import Budget
+from belady.ir.sections import apply
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.stages import Policy
 from belady.measure.static import trained_bytes
@@ -120,6 +121,24 @@ def test_room_for_workspaces_is_what_an_optimizer_leaves(monkeypatch: pytest.Mon
     for nbytes, lacks in ((least, True), (enough - 1, True), (enough, False)):
         parts = Cutting(Policy("auto", Budget(nbytes)), gpu(), CPU)
         assert parts.lacks_workspaces(model, CALL, trace) is lacks
+
+
+def test_slices_leave_room_for_what_an_optimizer_is_going_to_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cutting, "workspace_share", lambda *_: 1.0)
+    heads = nn.Flatten(), nn.Linear(512, 4096), nn.Linear(4096, 8)
+    model = nn.Sequential(deep(), nn.AdaptiveAvgPool2d(8), *heads)
+    trace = static_trace_with_batch(model, CALL, CPU)
+    state = trained_bytes(trace)
+    asking = with_workspaces(trace, 1.0)
+    nbytes = over_budget(asking, gpu(), Budget(0)) + int(0.9 * state)
+    assert state > 0.25 * nbytes  # more than what slices leave anyway
+    parts = Cutting(Policy("auto", Budget(nbytes)), gpu(), CPU)
+    parts.make_room(KEY, model, CALL, trace)
+    assert model in parts
+    sections = parts._known[model][KEY].sections
+    assert over_budget(apply(asking, sections), gpu(), Budget(nbytes - state)) <= 0
 
 
 @pytest.mark.parametrize(("convolves", "lacks"), [(True, True), (False, False)])
