@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import shutil
 import sys
@@ -86,12 +85,6 @@ def nothing_compiled() -> Iterator[None]:
     calls = sys.modules.get("belady.measure.calls")
     if calls is not None and calls.compiled_anything():
         sys.modules["torch._dynamo"].reset()
-
-
-def pytest_collection_finish() -> None:
-    """The collector need not look through torch and all tests, time and again, for what is gone."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

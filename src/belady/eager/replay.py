@@ -243,8 +243,8 @@ class Recomputed:
         nbytes = value.untyped_storage().nbytes()
         if nbytes != chain.nbytes:
             raise ReplayError(
-                f"{chain.nbytes} bytes were to be made again, and {nbytes} were: "
-                "the program computes something else than when it was observed"
+                f"{chain.nbytes} bytes were to be made again, and {nbytes} were, by "
+                f"{chain.made_by}: the program computes something else than when it was observed"
             )
         if self._digest is not None:
             self._digests.compare(self._digest, digest(_whole(value)), chain.made_by)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Pause it: where much is made that stays for a while, it looks at all of that again and again.
 
-    That takes a third of the time in which a run of 30,000 ops is read, and then drawn, and almost
-    half of that in which traces are cut into slices.
+    That takes a third of the time in which a run of 30,000 ops is read, and then drawn.
     """
     enabled = gc.isenabled()
     gc.disable()

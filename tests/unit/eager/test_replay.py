@@ -100,7 +100,7 @@ def test_a_write_to_a_parameter_is_noticed() -> None:
 
 def test_another_number_of_bytes_is_an_error() -> None:
     case = Case(reads=1, nbytes=44)
-    with pytest.raises(ReplayError, match="44 bytes were to be made again, and 48 were"):
+    with pytest.raises(ReplayError, match="44 bytes were to be made again, and 48 were, by op 7:"):
         case.handle(case.saved).take()
 
 
