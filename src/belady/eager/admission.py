@@ -14,7 +14,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Phase, Trace
 from belady.measure.key import Key
 from belady.measure.stages import Policy
-from belady.measure.static import trained_bytes
+from belady.measure.static import missing_state, state_bytes, taken_bytes
 from belady.planners import smallest_budget
 from belady.sections.cutting import Cutting
 from belady.sections.gate import Gate
@@ -73,6 +73,8 @@ class Admission:
         self._heads = Heads(device, matters, self._cutting.gate, modules)
         self._heads_may = policy.name in _POLICIES and not policy.exact
         self._calls = 0
+        self._device = device
+        self._taken: int | None = None
         self._judged: Trace | None = None
 
     @property
@@ -96,6 +98,9 @@ class Admission:
     def begin(self) -> None:
         """An iteration begins."""
         self._calls = self._heads.calls
+        if self._taken is None:
+            # Once: from the first iteration on the engine itself holds memory between them.
+            self._taken = taken_bytes(self._modules, self._device)
 
     def is_cut(self, passes: Sequence[Key]) -> bool:
         """Whether modules, or attention, ran in slices in an iteration, which is over."""
@@ -132,7 +137,8 @@ class Admission:
                 self._cutting.make_room(key, module, call, trace)
         except InfeasibleBudgetError as error:
             # The order comes first: it changes no bit. But layers in slices run without.
-            refusal = error if in_slices else self._ordering.answer(error, module, call)
+            answer = self._ordering.answer
+            refusal = error if in_slices else answer(error, module, call, self._taken or 0)
             ordered = self._ordering.judged
             if refusal is None and not self._cutting.lacks_workspaces(module, call, ordered):
                 return
@@ -142,9 +148,7 @@ class Admission:
                         put_back()
                         return
                 elif not self._cut(key, module, call):
-                    for reason in self._cutting.refused[:_REASONS]:
-                        refusal.add_note(f"not in slices: {reason}")
-                    raise refusal from None
+                    raise self._with_slices(refusal) from None
             if not in_slices:
                 self._cutting.forget_whole(key, module)
 
@@ -176,6 +180,22 @@ class Admission:
         self._losses.detach()
         self._heads.detach()
 
+    def _with_slices(self, refusal: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        """The refusal, with what modules in slices would need, or why there can be none."""
+        least, whole = self._cutting.least_bytes, refusal.smallest_bytes
+        if least is not None and least < whole:
+            refusal = InfeasibleBudgetError(
+                needed_bytes=refusal.needed_bytes,
+                budget_bytes=refusal.budget_bytes,
+                smallest_bytes=least,
+                op=refusal.op,
+                module=refusal.module,
+            )
+            refusal.add_note(f"that is with modules in slices; whole they need {whole} bytes")
+        for reason in self._cutting.refused[:_REASONS]:
+            refusal.add_note(f"not in slices: {reason}")
+        return refusal
+
     def _cut(self, key: Key, module: torch.nn.Module, call: Call) -> bool:
         """Run modules in slices; attention as it is, for good, where its slices hinder that."""
         if self._cutting.cut(key, module, call):
@@ -194,13 +214,14 @@ class Admission:
 
         Losses and attention are in slices from now on if need be.
         """
-        trace = foreseen(module, call)
+        trace = foreseen(module, call, self._taken or 0)
+        self._cutting.held_bytes = 0 if trace is None else state_bytes(trace)
         if self._policy.name in _POLICIES and (trace is None or not self._can_keep_all(trace)):
             self._losses.attach()
             if self._heads_may and (trace is None or _has(trace, _MATRIX)):
                 self._attach_heads([key])
             if trace is not None and _has(trace, _LOSS, _MATRIX):
-                trace = foreseen(module, call)
+                trace = foreseen(module, call, self._taken or 0)
         if trace is not None:
             refuse_infeasible(trace, self._hardware, self._policy)
         return trace
@@ -219,7 +240,7 @@ class Admission:
         read = {v for op in trace.ops if op.phase is Phase.LOSS for v in op.reads}
         outputs = {trace.values[value].storage for value in read}
         given = sum(trace.storages[it].nbytes for it in outputs)
-        return needed + 2 * trained_bytes(trace) + _OF_OUTPUTS * given <= budget.device_bytes
+        return needed + missing_state(trace, 2) + _OF_OUTPUTS * given <= budget.device_bytes
 
 
 def _has(trace: Trace, *names: str) -> bool:

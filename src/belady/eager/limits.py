@@ -15,7 +15,7 @@ from belady.ir.trace import Tier, Trace
 from belady.measure.margins import with_settled
 from belady.measure.probe import probe
 from belady.measure.stages import Policy
-from belady.measure.static import static_trace, trained_bytes, with_state
+from belady.measure.static import beside, missing_state, static_trace, with_state
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES, smallest_budget
@@ -93,10 +93,16 @@ def clamped(budget: Budget, hardware: HardwareProfile) -> Budget:
     return replace(budget, device_bytes=min(budget.device_bytes, total))
 
 
-def foreseen(module: torch.nn.Module, call: tuple[Any, Any]) -> Trace | None:
-    """The static trace of a call; None if only running it can tell, and the cap is the judge."""
+def foreseen(module: torch.nn.Module, call: tuple[Any, Any], taken: int = 0) -> Trace | None:
+    """The static trace of a call; None if only running it can tell, and the cap is the judge.
+
+    Parameters
+    ----------
+    taken
+        Bytes in use before the iteration, see `belady.measure.static.taken_bytes`.
+    """
     try:
-        return static_trace(module, call, device_of(module))
+        return beside(static_trace(module, call, device_of(module)), taken)
     except TraceError:
         return None
 
@@ -104,13 +110,14 @@ def foreseen(module: torch.nn.Module, call: tuple[Any, Any]) -> Trace | None:
 def refuse_infeasible(trace: Trace, hardware: HardwareProfile, policy: Policy) -> None:
     """Raise before anything runs if the budget cannot hold even one pass.
 
-    It is judged without optimizer state: what is not known to exist must not refuse a budget. The
-    smallest budget that the error names allows for two copies, as Adam keeps them.
+    It is judged without the optimizer state that is not there yet: what is not known to exist must
+    not refuse a budget. The smallest budget that the error names allows for two copies, as Adam
+    keeps them.
 
     Parameters
     ----------
     trace
-        Static, without optimizer state.
+        Static.
 
     Raises
     ------
@@ -134,11 +141,11 @@ def least_with_state(trace: Trace, hardware: HardwareProfile, policy: Policy) ->
     Parameters
     ----------
     trace
-        Static, of one pass, without optimizer state.
+        Static, of one pass.
     """
     allocator = hardware.allocator
     floor = allocator.peak_within(smallest_budget("floor", trace, hardware, policy.budget))
-    return allocator.budget_for(floor + 2 * trained_bytes(trace))
+    return allocator.budget_for(floor + missing_state(trace, 2))
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

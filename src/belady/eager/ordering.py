@@ -42,9 +42,14 @@ class Ordering:
                 self._put(root, BY_POLICY)
 
     def answer(
-        self, refusal: InfeasibleBudgetError, module: nn.Module, call: tuple[Any, Any]
+        self, refusal: InfeasibleBudgetError, module: nn.Module, call: tuple[Any, Any], taken: int
     ) -> InfeasibleBudgetError | None:
         """Order the layers of ``module``, of which a call was refused, if it fits then.
+
+        Parameters
+        ----------
+        taken
+            See `belady.eager.limits.foreseen`.
 
         Returns
         -------
@@ -55,7 +60,7 @@ class Ordering:
             return refusal
         self._put(module, BY_NEED)
         try:
-            self.judged = foreseen(module, call)
+            self.judged = foreseen(module, call, taken)
             if self.judged is not None:
                 refuse_infeasible(self.judged, self._hardware, self._policy)
         except InfeasibleBudgetError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 from time import perf_counter
 
 import torch
@@ -17,11 +16,12 @@ from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.key import Key
 from belady.measure.stages import Policy
-from belady.measure.static import trained_bytes
+from belady.measure.static import missing_state
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate, chains
+from belady.sections.choice import COPIES, Beside
 from belady.sections.gate import Gate
 from belady.sections.in_force import WHOLE, Decided, InForce, flags_of
 from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
@@ -32,11 +32,6 @@ _log = logging.getLogger("belady")
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
-# Copies of the parameters that an optimizer may keep, most first: Adam's two, momentum, or none.
-_COPIES = (2, 1, 0)
-# Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
-# it saves more time than a few more slices cost.
-_ROOM = (0.85, 1.0)
 # How often modules are cut anew where the iteration that was observed needs more than its static
 # trace said, and for how much less each time than what would have done.
 _ANEW, _LESS = 2, 0.98
@@ -64,6 +59,10 @@ class Cutting:
         To be opened for a pass, and shut after it: only then are sections in force.
     refused
         Why modules of the call judged last may not be cut, one sentence each.
+    least_bytes
+        A budget in which they could run in slices, where that is known and they cannot.
+    held_bytes
+        What an optimizer, or others, are known to hold throughout; to be set for each call.
     """
 
     def __init__(
@@ -78,6 +77,8 @@ class Cutting:
         self._alongs = alongs
         self.gate = Gate()
         self.refused: tuple[str, ...] = ()
+        self.least_bytes: int | None = None
+        self.held_bytes = 0
         self._policy = policy
         self._hardware = hardware
         self._device = device
@@ -122,7 +123,7 @@ class Cutting:
         """Let the modules of a call that is to be judged run whole."""
         self._make_way(module)
         self._release(module)
-        self.refused = ()
+        self.refused, self.least_bytes = (), None
         known = self._known.setdefault(module, {})
         known[key] = Decided((), ())
         if len(known) > _KINDS:
@@ -153,7 +154,7 @@ class Cutting:
         found = Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
         if found is None:
             return False
-        if any(self._cut(key, found, share, _COPIES) for share in dict.fromkeys(shares)):
+        if any(self._cut(key, found, share, COPIES) for share in dict.fromkeys(shares)):
             return True
         self.refused = tuple(dict.fromkeys(found.refused.values()))
         return False
@@ -163,7 +164,7 @@ class Cutting:
         if not self.lacks_workspaces(module, call, trace):
             return
         if (found := Candidate.of(module, call, self._device, self._alongs)) is not None:
-            self._cut(key, found, self._share(module, call), _COPIES[1:])
+            self._cut(key, found, self._share(module, call), COPIES[1:])
 
     def lacks_workspaces(self, module: nn.Module, call: Call, trace: Trace | None) -> bool:
         """Whether a call that may be cut does not fit beside what a library will ask for.
@@ -176,7 +177,7 @@ class Cutting:
         within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
         may_lack = asking != trace or self._allowed < 1.0
         # An optimizer that keeps nothing is rare, and what is not there yet is in no static trace.
-        state = trained_bytes(trace) if self._allowed == 1.0 else 0
+        state = missing_state(trace, 1) if self._allowed == 1.0 else 0
         return may_lack and over_budget(asking, self._hardware, within) + state > 0
 
     def _share(self, module: nn.Module, call: Call) -> float:
@@ -272,21 +273,14 @@ class Cutting:
         self._undo.pop(module, WHOLE).undo()
 
     def _chosen(self, call: Candidate, share: float, copies: Sequence[int]) -> Sections | None:
-        """Sections beside the most copies of what is trained that leave room for any."""
         asking, budget = with_workspaces(call.trace, share), self._policy.budget
         search = Sectioning(
             asking, self._hardware, budget, chains(call.module), call.may_cut, call.dims
         )
-        allocator = self._hardware.allocator
-        rooms = dict.fromkeys((*(room * self._allowed for room in _ROOM), _ROOM[-1]))
-        for count, room in product(copies, rooms):
-            # State is there throughout: the rest has so much less.
-            state = count * trained_bytes(call.trace)
-            rest = allocator.peak_within(int(room * budget.device_bytes)) - state
-            found = search.within(allocator.budget_for(rest))
-            if found:
-                return found
-        return None
+        beside = Beside(self._policy, self._hardware, self.held_bytes, self._allowed)
+        found = beside.chosen(search, call.trace, copies)
+        self.least_bytes = None if found else beside.least_bytes(search, call.trace)
+        return found
 
 
 def _sentence(section: Section) -> str:

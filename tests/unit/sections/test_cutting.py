@@ -15,7 +15,7 @@ from belady.measure.static import trained_bytes
 from belady.planners import smallest_budget
 from belady.planners.sectioning import over_budget
 from belady.planners.workspace import with_workspaces
-from belady.sections import candidate, cutting
+from belady.sections import candidate, choice, cutting
 from belady.sections.cutting import Cutting
 from belady.sections.workspaces import workspace_share
 from belady.units import format_bytes
@@ -56,12 +56,12 @@ def test_slices_leave_room_for_what_a_plan_keeps_beside_them(
 ) -> None:
     budget = int(0.95 * floor(deep()))
     roomy = slices(budget)
-    monkeypatch.setattr(cutting, "_ROOM", (1.0,))
+    monkeypatch.setattr(choice, "ROOM", (1.0,))
     assert max(roomy) > max(slices(budget))
 
 
 def test_where_there_is_no_such_room_what_fits_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "_ROOM", (0.01, 1.0))
+    monkeypatch.setattr(choice, "ROOM", (0.01, 1.0))
     assert slices(int(0.95 * floor(deep())))
 
 

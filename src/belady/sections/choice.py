@@ -1,0 +1,72 @@
+"""What room slices are to leave: for what an optimizer keeps, and for what a plan does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from belady.ir.hardware import Allocator, HardwareProfile
+from belady.ir.trace import Trace
+from belady.measure.margins import with_settled
+from belady.measure.stages import Policy
+from belady.measure.static import trained_bytes
+from belady.planners.places import Sections
+from belady.planners.sectioning import Sectioning
+
+# Copies of the parameters that an optimizer may keep, most first: Adam's two, momentum, or none.
+COPIES = (2, 1, 0)
+# Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
+# it saves more time than a few more slices cost.
+ROOM = (0.85, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What sections of a call have to fit in.
+
+    Attributes
+    ----------
+    held_bytes
+        What an optimizer is known to keep.
+    allowed
+        Part of the budget that they may fill, where that is known.
+    """
+
+    policy: Policy
+    hardware: HardwareProfile
+    held_bytes: int = 0
+    allowed: float = 1.0
+
+    def chosen(self, search: Sectioning, trace: Trace, copies: Sequence[int]) -> Sections | None:
+        """Sections beside the most copies of what is trained that leave room for any."""
+        states = [max(it * trained_bytes(trace), self.held_bytes) for it in copies]
+        tried = (search.within(limit) for limit in dict.fromkeys(self._limits(trace, states)))
+        return next((it for it in tried if it), None)
+
+    def least_bytes(self, search: Sectioning, trace: Trace) -> int | None:
+        """A budget in which slices do beside two copies of what is trained, after none were chosen.
+
+        It need not be the smallest: the search went no further than it saw a use.
+        """
+        least = search.least_bytes
+        if not search.within(least):
+            return None
+        allocator = self.hardware.allocator
+        state = max(max(COPIES) * trained_bytes(trace), self.held_bytes)
+        return allocator.budget_for(allocator.peak_within(least) + state)
+
+    def _limits(self, trace: Trace, states: Sequence[int]) -> Iterator[int]:
+        """Budgets of what is in slices, without margins on state: it is there throughout."""
+        plain = self.hardware.allocator
+        settled = with_settled(trace, self.hardware, self.policy.name).allocator
+        rooms = dict.fromkeys((*(room * self.allowed for room in ROOM), ROOM[-1]))
+        # Nothing is lost between blocks that stay, but little room was seen to be too little.
+        for margins in (plain, settled):
+            for state in states:
+                for room in rooms:
+                    yield plain.budget_for(self._rest(margins, room, state))
+
+    def _rest(self, margins: Allocator, room: float, state: int) -> int:
+        if margins.settled_bytes:
+            margins = replace(margins, settled_bytes=margins.settled_bytes + state)
+        return margins.peak_within(int(room * self.policy.budget.device_bytes)) - state
