@@ -424,8 +424,8 @@ class Heavy(Wide):
 def test_what_fits_but_not_beside_the_optimizers_state_is_cut() -> None:
     heavy = Task("heavy", lambda: [Heavy()], images)
     kept = sum(it.nbytes for it in Training(heavy).model.parameters())
-    # What is named has room for two copies of them, and the first call needs none.
-    training, _ = trained(needed("auto", task=heavy) - kept, "auto", heavy, range(10))
+    # What is named, without slices, has room for two copies; the first call needs none.
+    training, _ = trained(needed("auto", True, heavy) - kept, "auto", heavy, range(10))
     expected = Training(heavy).run(plain, range(10))
     for name, tensor in expected.model.state_dict().items():
         torch.testing.assert_close(training.model.state_dict()[name], tensor)
@@ -540,7 +540,7 @@ def test_a_small_batch_fits_where_large_ones_had_to_be_cut() -> None:
     kept = sum(it.nbytes for it in Training(heavy).model.parameters())
     training, expected = Training(heavy), Training(heavy)
     sizes = [8] * 8 + [2, 8]
-    with belady.virtualize(training.models, needed("auto", task=heavy) - kept):
+    with belady.virtualize(training.models, needed("auto", True, heavy) - kept):
         for index, size in enumerate(sizes):
             for it in (training, expected):
                 steps(it, range(index, index + 1), size)

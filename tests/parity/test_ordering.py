@@ -201,7 +201,9 @@ def test_a_relu_costs_a_byte_an_element(name: str) -> None:
     # 8 times 16 channels of 16 x 16, or 256 rows of 128, in float32.
     wide = 128 << 10
     for plainly, in_order in (("baseline", "layrub_intra"), ("floor", "auto")):
-        gain = needed(plainly, task=task) - needed(in_order, task=task)
+        # Where bits may differ, slices do with less.
+        exact = in_order == "auto"
+        gain = needed(plainly, task=task) - needed(in_order, exact, task)
         assert gain == wide - wide // 4
 
 
@@ -212,13 +214,14 @@ def test_inter_moves_in_the_order_of_plain_pytorch() -> None:
 
 
 def test_the_smallest_budget_that_auto_names_counts_on_the_order() -> None:
-    assert needed("auto") < 0.9 * needed("floor")
-    trained(needed("auto"), "auto")
+    budget = needed("auto", exact=True)
+    assert budget < 0.9 * needed("floor")
+    trained(budget, "auto")
 
 
 def test_auto_lets_relus_go_by_their_signs_where_it_must() -> None:
     task = RELUS["convolutions"]
-    _, run, report = trained(needed("auto", task=task), "auto", exact=True, task=task)
+    _, run, report = trained(needed("auto", True, task), "auto", exact=True, task=task)
     assert ORDERED in report
     assert run.plan.numerics == ()
 

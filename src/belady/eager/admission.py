@@ -182,8 +182,9 @@ class Admission:
 
     def _with_slices(self, refusal: InfeasibleBudgetError) -> InfeasibleBudgetError:
         """The refusal, with what modules in slices would need, or why there can be none."""
-        least, whole = self._cutting.least_bytes, refusal.smallest_bytes
-        if least is not None and least < whole:
+        whole = refusal.smallest_bytes
+        least = self._cutting.least_bytes(whole)
+        if least is not None:
             refusal = InfeasibleBudgetError(
                 needed_bytes=refusal.needed_bytes,
                 budget_bytes=refusal.budget_bytes,

@@ -98,11 +98,6 @@ class Sectioning:
         Of host and disk; that of the device is given for each search.
     dims
         Where rows along another dimension than the batch are, see `belady.ir.along`; asked late.
-
-    Attributes
-    ----------
-    least_bytes
-        The smallest budget of the floor that any search has come to.
     """
 
     def __init__(
@@ -124,7 +119,6 @@ class Sectioning:
         self._allowed: dict[tuple[Chain, int], bool] = {}
         self._counts: dict[tuple[Chain, int], tuple[int, ...]] = {}
         self._places = Places(trace, chains)
-        self.least_bytes = 1 << 62
 
     def within(self, nbytes: int) -> Sections | None:
         """The least work in slices with which the floor fits in ``nbytes``; None if none do."""
@@ -137,7 +131,6 @@ class Sectioning:
         chosen: Sections = ()
         for _ in range(_ROUNDS):
             needed, at = self._needed(chosen)
-            self.least_bytes = min(self.least_bytes, needed)
             if needed <= nbytes:
                 return chosen
             better = next(self._better(order, chosen, at, nbytes), None)

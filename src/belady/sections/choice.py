@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,11 +14,15 @@ from belady.measure.static import trained_bytes
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning
 
+_log = logging.getLogger("belady")
+
 # Copies of the parameters that an optimizer may keep, most first: Adam's two, momentum, or none.
 COPIES = (2, 1, 0)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 ROOM = (0.85, 1.0)
+# Of the search for the smallest budget: each takes as long as the one that has found none.
+_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +48,27 @@ class Beside:
         tried = (search.within(limit) for limit in dict.fromkeys(self._limits(trace, states)))
         return next((it for it in tried if it), None)
 
-    def least_bytes(self, search: Sectioning, trace: Trace) -> int | None:
-        """A budget in which slices do beside two copies of what is trained, after none were chosen.
+    def least_bytes(self, search: Sectioning, trace: Trace, whole: int) -> int | None:
+        """A budget below ``whole`` in which slices do beside two copies of what is trained.
 
-        It need not be the smallest: the search went no further than it saw a use.
+        The smallest but for a few percent, by bisection; None if there is none.
+
+        Parameters
+        ----------
+        whole
+            What the call needs as it is.
         """
-        least = search.least_bytes
-        if not search.within(least):
-            return None
-        allocator = self.hardware.allocator
+        _log.info("looking for a budget in which slices do, since this one is too small")
+        low, high, found = self.policy.budget.device_bytes, whole, None
         state = max(max(COPIES) * trained_bytes(trace), self.held_bytes)
-        return allocator.budget_for(allocator.peak_within(least) + state)
+        allocator = self.hardware.allocator
+        for _ in range(_STEPS):
+            middle = int((low * high) ** 0.5)
+            if search.within(allocator.budget_for(allocator.peak_within(middle) - state)):
+                found = high = middle
+            else:
+                low = middle
+        return found
 
     def _limits(self, trace: Trace, states: Sequence[int]) -> Iterator[int]:
         """Budgets of what is in slices, without margins on state: it is there throughout."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -59,8 +60,6 @@ class Cutting:
         To be opened for a pass, and shut after it: only then are sections in force.
     refused
         Why modules of the call judged last may not be cut, one sentence each.
-    least_bytes
-        A budget in which they could run in slices, where that is known and they cannot.
     held_bytes
         What an optimizer, or others, are known to hold throughout; to be set for each call.
     """
@@ -77,8 +76,8 @@ class Cutting:
         self._alongs = alongs
         self.gate = Gate()
         self.refused: tuple[str, ...] = ()
-        self.least_bytes: int | None = None
         self.held_bytes = 0
+        self._least: Callable[[int], int | None] | None = None
         self._policy = policy
         self._hardware = hardware
         self._device = device
@@ -123,7 +122,7 @@ class Cutting:
         """Let the modules of a call that is to be judged run whole."""
         self._make_way(module)
         self._release(module)
-        self.refused, self.least_bytes = (), None
+        self.refused, self._least = (), None
         known = self._known.setdefault(module, {})
         known[key] = Decided((), ())
         if len(known) > _KINDS:
@@ -158,6 +157,11 @@ class Cutting:
             return True
         self.refused = tuple(dict.fromkeys(found.refused.values()))
         return False
+
+    def least_bytes(self, whole: int) -> int | None:
+        """A budget below ``whole`` in which slices of the call that `cut` refused last would do."""
+        least, self._least = self._least, None
+        return None if least is None else least(whole)
 
     def make_room(self, key: Key, module: nn.Module, call: Call, trace: Trace) -> None:
         """Cut modules of a call that `lacks_workspaces`; ``trace`` is static, of this call."""
@@ -279,7 +283,7 @@ class Cutting:
         )
         beside = Beside(self._policy, self._hardware, self.held_bytes, self._allowed)
         found = beside.chosen(search, call.trace, copies)
-        self.least_bytes = None if found else beside.least_bytes(search, call.trace)
+        self._least = None if found else partial(beside.least_bytes, search, call.trace)
         return found
 
 

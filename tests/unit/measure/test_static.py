@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from belady.errors import TraceError
 from belady.ir.files import validate
 from belady.ir.trace import Mode, Phase, Source, StorageKind, Trace
-from belady.measure.static import static_trace, with_state
+from belady.measure.static import (
+    beside,
+    missing_state,
+    state_bytes,
+    static_trace,
+    with_state,
+)
 from tests.support.models import Block, ResidualCNN
 from tests.unit.measure.watching import CPU, names, observed, saves_of
 
@@ -292,6 +298,22 @@ def test_optimizer_state_is_assumed() -> None:
         assert sizes == [64] * copies
         end = len(trace.ops)
         assert all((s.birth, s.death) == (0, end) for s in trace.storages if s.nbytes == 0)
+
+
+def test_what_is_held_already_is_state_and_not_assumed_again() -> None:
+    module, x = nn.Linear(4, 4), torch.ones(2, 4)
+    trace = traced(module, x)
+    shown = sum(it.nbytes for it in (*module.parameters(), x))
+    assert beside(trace, shown) == trace
+    held = beside(trace, shown + 100)
+    state = [it for it in held.storages if it.kind is StorageKind.STATE]
+    assert [it.nbytes for it in state] == [100]
+    assert (state[0].birth, state[0].death) == (0, len(trace.ops))
+    # The weights' copy is there, of 80 bytes, and not all of the second.
+    assert [missing_state(held, copies) for copies in (0, 1, 2)] == [0, 0, 60]
+    whole = with_state(held, 2)
+    assert state_bytes(whole) >= 160
+    assert sum(it.kind is StorageKind.STATE for it in whole.storages) < 5
 
 
 def test_without_gradients_there_is_no_backward() -> None:
