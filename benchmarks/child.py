@@ -99,7 +99,8 @@ def _outcome(case: Case, known: Known) -> Record:
     except belady.InfeasibleBudgetError as error:
         tidy(None, error)
         smallest = error.smallest_bytes
-        return {"outcome": "infeasible", "error": str(error)[:300], "smallest_bytes": smallest}
+        told = {"error": str(error)[:300], "reasons": getattr(error, "__notes__", [])}
+        return {"outcome": "infeasible", "smallest_bytes": smallest, **told}
     except Exception as error:
         tidy(None, error)
         if starved(error):
@@ -124,16 +125,19 @@ class _Bench:
     def run(self) -> Record:
         """Measure time and peaks, then equality, each on a workload made anew."""
         tidy(None)  # what the case before has left in cycles would count as the user's own
-        work = self._make()
         if self.case.method == BOUND:
-            return self._bound(work)
+            return self._bound()
+        known = self._known.caps.get(self.case.cap_of(self.case.method))
+        searched = self.case.budget == "smallest" and known is None
+        if searched and self.case.method.startswith(OWN):
+            self._observed()
+        # Before the workload is made: one that ran for it would have an optimizer's state, and
+        # memory in the pieces that it was used in, which no user's first iteration has.
+        cap = None if searched else self._cap()
+        work = self._make()
         absent = available(work, self.case.method)
         if absent is not None:
             raise AbsentError(absent)
-        # Before the method is applied, as plain's peak may be asked for.
-        known = self._known.caps.get(self.case.cap_of(self.case.method))
-        searched = self.case.budget == "smallest" and known is None
-        cap = None if searched else self._cap(work)
         record: Record = {}
         with opened(work, self.case.method) as opener:
             if searched:
@@ -159,13 +163,13 @@ class _Bench:
         except ImportError as error:
             raise AbsentError(f"{case.workload}: {error}") from error
 
-    def _bound(self, work: Workload) -> Record:
+    def _bound(self) -> Record:
         """What no plan can beat within the budget, even if nothing is lost between blocks.
 
         A figure of the simulator, of kernels as fast as an iteration without a cap shows them.
         """
-        run = self._observed(work)
-        cap = self._cap(work)
+        run = self._observed()
+        cap = self._cap()
         begun = time.perf_counter()
         predicted = run.predicted.seconds
         measured = run.measured.iterations if run.measured else ()
@@ -184,51 +188,52 @@ class _Bench:
             "planning_seconds": time.perf_counter() - begun,
         }
 
-    def _observed(self, work: Workload) -> Run:
+    def _observed(self) -> Run:
         name = self.case.together
         if name not in self._known.observed:
-            self._known.observed[name] = observed(work)
-            tidy(work)
+            self._known.observed[name] = observed(self._make())
+            tidy(None)
         return self._known.observed[name]
 
-    def _own(self, work: Workload) -> int:
+    def _own(self) -> int:
         """Smallest budget that a policy states, and 1 % as workspaces vary from run to run."""
         if not self.case.method.startswith(OWN):
             raise ValueError(f"{self.case.method} states no budget of its own")
-        run, policy = self._observed(work), self.case.method.partition(":")[2]
+        run, policy = self._observed(), self.case.method.partition(":")[2]
         # The founders' policies ask for a margin on everything.
         allocator = replace(run.hardware.allocator, settled_bytes=0)
         hardware = replace(run.hardware, allocator=allocator)
         return int(_OWN_STEP * smallest_budget(policy, run.trace, hardware, Budget(2**62)))
 
-    def _cap(self, work: Workload) -> int | None:
+    def _cap(self) -> int | None:
         """Bytes of the case's budget."""
         budget = self.case.budget
         if budget == "none":
             return None
         if budget == "own":
-            return self._own(work)
+            return self._own()
         if budget == "smallest":
             return self._known.caps[self.case.cap_of(self.case.method)]
         if self.case.peer:
             return int(self._known.caps[self.case.cap_of(self.case.peer)] * self.case.share)
         if budget.endswith("%"):
-            return int(self._plain_peak(work) * self.case.share)
+            return int(self._plain_peak() * self.case.share)
         return parse_bytes(budget)
 
-    def _plain_peak(self, work: Workload) -> int:
+    def _plain_peak(self) -> int:
         name = self.case.together
         if name not in self._known.plain_peaks:
-            with opened(work, "plain") as opener, opener(None) as it:
+            with opened(self._make(), "plain") as opener, opener(None) as it:
                 it.warm_up()
                 peak = int(settled_peak(it, _STEADY)["peak_allocated_bytes"])
             self._known.plain_peaks[name] = peak
-            tidy(work)
+            del it, opener
+            tidy(None)
         return self._known.plain_peaks[name]
 
     def _smallest(self, work: Workload, opener: Opener) -> tuple[int, Record]:
         if self.case.method.startswith(OWN):
-            high = self._own(work)
+            high = self._own()
             guesses = [high]
         else:
             with opener(None) as it:
