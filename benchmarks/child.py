@@ -131,8 +131,7 @@ class _Bench:
         searched = self.case.budget == "smallest" and known is None
         if searched and self.case.method.startswith(OWN):
             self._observed()
-        # Before the workload is made: one that ran for it would have an optimizer's state, and
-        # memory in the pieces that it was used in, which no user's first iteration has.
+        # Before the workload is made: one that has run has an optimizer's state, between holes.
         cap = None if searched else self._cap()
         work = self._make()
         absent = available(work, self.case.method)
