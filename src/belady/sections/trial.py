@@ -97,17 +97,18 @@ def trial(model: nn.Module, section: Section, given: Tensor, shared: Shared = _A
         )
     modules = modules_in(stretch.line(owner))
     few = few.requires_grad_(given.requires_grad)
-    found = _compared(owner, stretch, few, shared)
-    if found.passes:
-        if found.tolerance <= _COARSE:
-            return found
-        # Numbers of twice to four times the size: for as few samples as show the rest.
-        stretch = replace(stretch, slices=2)
-        few = _few(given, stretch).requires_grad_(given.requires_grad)
-    with _in_double(modules), torch.autocast(few.device.type, enabled=False):
-        # Where a network magnifies rounding, only rounding is less in double.
-        double = few.detach().double().requires_grad_(given.requires_grad)
-        exact = _compared(owner, stretch, double, shared.mapped(_double))
+    with _without_search():
+        found = _compared(owner, stretch, few, shared)
+        if found.passes:
+            if found.tolerance <= _COARSE:
+                return found
+            # Numbers of twice to four times the size: for as few samples as show the rest.
+            stretch = replace(stretch, slices=2)
+            few = _few(given, stretch).requires_grad_(given.requires_grad)
+        with _in_double(modules), torch.autocast(few.device.type, enabled=False):
+            # Where a network magnifies rounding, only rounding is less in double.
+            double = few.detach().double().requires_grad_(given.requires_grad)
+            exact = _compared(owner, stretch, double, shared.mapped(_double))
     if exact.passes:
         return exact
     raise SectionError(
@@ -149,6 +150,21 @@ def _compared(owner: nn.Module, stretch: Stretch, few: Tensor, shared: Shared) -
     cut = once(lambda x: _tensor(shared.call(partial(stretch, owner), x)))
     outputs, gradients, buffers = map(_difference, whole, cut)
     return Trial(outputs, gradients, buffers, _tolerance(whole, few))
+
+
+@contextmanager
+def _without_search() -> Iterator[None]:
+    """Have cuDNN take what algorithm it likes.
+
+    It would time all of them for each convolution of a slice, whole and in double, and nobody runs
+    these shapes again.
+    """
+    wanted = torch._C._get_cudnn_benchmark()
+    torch._C._set_cudnn_benchmark(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_benchmark(wanted)
 
 
 @contextmanager

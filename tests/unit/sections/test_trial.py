@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,38 @@ def test_rounding_passes_and_nothing_is_touched(needs_gradient: bool, dtype: tor
     fine = dtype if dtype is torch.float32 else torch.float64
     assert found.tolerance == TOLERANCES[fine]
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+class Telling(nn.Module):
+    """Tells somebody that it is called."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.told()
+        return x * 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_cudnn_times_nothing_meanwhile(
+    wanted: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", wanted)
+    answers: list[bool] = []
+
+    def ask() -> None:
+        answers.append(torch.backends.cudnn.benchmark)
+        if fails:
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no") if fails else nullcontext():
+        trial(nn.Sequential(Telling(ask)), children([0], 3), torch.randn(9, 4).requires_grad_())
+    assert answers
+    assert not any(answers)
+    assert torch.backends.cudnn.benchmark is wanted
 
 
 class Counting(nn.Module):
