@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -86,6 +87,8 @@ def taken_bytes(modules: Iterable[torch.nn.Module], device: torch.device) -> int
     """
     if device.type != "cuda":
         return 0
+    # A model before this one may be garbage in cycles, which nothing needs to be refused for.
+    gc.collect()
     parameters = (it for module in modules for it in module.parameters())
     gradients = [it.grad for it in parameters if type(it.grad) is torch.Tensor]
     held = {it.untyped_storage()._cdata: it.nbytes for it in gradients if it.device == device}
