@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from belady.ir.trace import Op, Trace
 from belady.measure.batch import static_trace_with_batch
-from belady.measure.static import with_state
+from belady.measure.held import with_state
 from benchmarks.founders.machines import Machine
 from benchmarks.workloads import Workload
 

@@ -10,7 +10,7 @@ import belady
 from belady.eager import admission
 from belady.errors import InfeasibleBudgetError
 from belady.ir.run import Run
-from belady.measure.static import taken_bytes
+from belady.measure.held import taken_bytes
 from belady.units import parse_bytes
 from tests.parity.test_cutting import MIB, WIDE, needed, trained
 from tests.support.training import Training, plain

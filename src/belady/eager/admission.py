@@ -12,9 +12,9 @@ from belady.eager.ordering import Ordering
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Phase, Trace
+from belady.measure.held import missing_state, state_bytes, taken_bytes
 from belady.measure.key import Key
 from belady.measure.stages import Policy
-from belady.measure.static import missing_state, state_bytes, taken_bytes
 from belady.planners import smallest_budget
 from belady.sections.cutting import Cutting
 from belady.sections.gate import Gate

@@ -12,10 +12,11 @@ from belady.errors import BudgetError, InfeasibleBudgetError, TraceError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget
 from belady.ir.trace import Tier, Trace
+from belady.measure.held import beside, missing_state, with_state
 from belady.measure.margins import with_settled
 from belady.measure.probe import probe
 from belady.measure.stages import Policy
-from belady.measure.static import beside, missing_state, static_trace, with_state
+from belady.measure.static import static_trace
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES, smallest_budget
@@ -99,7 +100,7 @@ def foreseen(module: torch.nn.Module, call: tuple[Any, Any], taken: int = 0) -> 
     Parameters
     ----------
     taken
-        Bytes in use before the iteration, see `belady.measure.static.taken_bytes`.
+        Bytes in use before the iteration, see `belady.measure.held.taken_bytes`.
     """
     try:
         return beside(static_trace(module, call, device_of(module)), taken)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from belady.errors import TraceError
-from belady.ir.trace import Phase, Source, Storage, StorageKind, Tier, Trace
+from belady.ir.trace import Phase, Source, StorageKind, Trace
 from belady.measure.clock import NoClock
 from belady.measure.modules import module_paths
 from belady.measure.observe import assemble
@@ -32,7 +29,7 @@ def static_trace(module: torch.nn.Module, call: tuple[Any, Any], device: torch.d
 
     The pseudo-loss sums the outputs that require grad. Nothing is touched: parameters, buffers,
     gradients, random state and the attributes of every submodule are as before. Optimizer state is
-    not known yet: see `with_state`.
+    not known yet: see `belady.measure.held`.
 
     Parameters
     ----------
@@ -53,69 +50,6 @@ def static_document(module: torch.nn.Module, recorder: Recorder) -> Trace:
     """Trace of a call of ``module`` that `record` has recorded."""
     unseen = library_bytes(recorder.device)
     return assemble(recorder, (type(module).__name__,), Source.STATIC, unseen)
-
-
-def trained_bytes(trace: Trace) -> int:
-    """Bytes of all gradients: what an optimizer keeps is so many times this, if anything."""
-    return sum(it.nbytes for it in trace.storages if it.kind is StorageKind.GRADIENT)
-
-
-def state_bytes(trace: Trace) -> int:
-    """Bytes of what an optimizer keeps, as far as it is there."""
-    return sum(it.nbytes for it in trace.storages if it.kind is StorageKind.STATE)
-
-
-def missing_state(trace: Trace, copies: int) -> int:
-    """Bytes that are not there yet of so many copies of all gradients."""
-    return max(0, copies * trained_bytes(trace) - state_bytes(trace))
-
-
-def with_state(trace: Trace, copies: int) -> Trace:
-    """The trace with optimizer state of so many copies of all gradients, all the time."""
-    gradients = [it for it in trace.storages if it.kind is StorageKind.GRADIENT] * copies
-    upto = accumulate(it.nbytes for it in gradients)
-    there = state_bytes(trace)
-    missing = [it.nbytes for it, end in zip(gradients, upto, strict=True) if end > there]
-    return _holding(trace, missing)
-
-
-def taken_bytes(modules: Iterable[torch.nn.Module], device: torch.device) -> int:
-    """Bytes of torch's allocator in use now, but for gradients: traces have these as made anew.
-
-    To be asked before an iteration: later it is what the engine itself holds. 0 on a CPU, where
-    nobody counts.
-    """
-    if device.type != "cuda":
-        return 0
-    # A model before this one may be garbage in cycles, which nothing needs to be refused for.
-    gc.collect()
-    parameters = (it for module in modules for it in module.parameters())
-    gradients = [it.grad for it in parameters if type(it.grad) is torch.Tensor]
-    held = {it.untyped_storage()._cdata: it.nbytes for it in gradients if it.device == device}
-    return torch.cuda.memory_allocated(device) - sum(held.values())
-
-
-def beside(trace: Trace, taken: int) -> Trace:
-    """The trace with what it does not show of ``taken`` bytes, all the time.
-
-    As a rule the state of an optimizer that has stepped before, or been loaded.
-
-    Parameters
-    ----------
-    trace
-        Static.
-    taken
-        From `taken_bytes`.
-    """
-    known = (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.INPUT, StorageKind.OTHER)
-    shown = sum(it.nbytes for it in trace.storages if it.kind in known and it.birth == 0)
-    return _holding(trace, [taken - shown] if taken > shown else [])
-
-
-def _holding(trace: Trace, sizes: Iterable[int]) -> Trace:
-    end, device = len(trace.ops), next((it.device for it in trace.storages), trace.device)
-    state = (Storage(device, it, StorageKind.STATE, 0, end, end, Tier.DEVICE) for it in sizes)
-    return replace(trace, storages=(*trace.storages, *state))
 
 
 def record(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.trace import Trace
+from belady.measure.held import trained_bytes
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy
-from belady.measure.static import trained_bytes
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning
 

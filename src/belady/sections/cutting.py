@@ -15,9 +15,9 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
+from belady.measure.held import missing_state
 from belady.measure.key import Key
 from belady.measure.stages import Policy
-from belady.measure.static import missing_state
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces

@@ -12,9 +12,10 @@ from belady.eager.limits import refuse_infeasible
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
+from belady.measure.held import with_state
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy
-from belady.measure.static import static_trace, with_state
+from belady.measure.static import static_trace
 from belady.planners import smallest_budget
 from tests.unit.simulate.cases import cpu
 

@@ -14,13 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from belady.errors import TraceError
 from belady.ir.files import validate
 from belady.ir.trace import Mode, Phase, Source, StorageKind, Trace
-from belady.measure.static import (
-    beside,
-    missing_state,
-    state_bytes,
-    static_trace,
-    with_state,
-)
+from belady.measure.held import beside, missing_state, state_bytes, with_state
+from belady.measure.static import static_trace
 from tests.support.models import Block, ResidualCNN
 from tests.unit.measure.watching import CPU, names, observed, saves_of
 

@@ -17,7 +17,7 @@ from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
-from belady.measure.static import with_state
+from belady.measure.held import with_state
 from belady.planners import sectioning, smallest_budget
 from belady.planners.sectioning import Sectioning, over_budget, sections_for
 from belady.planners.workspace import with_workspaces

@@ -10,8 +10,8 @@ from torch import nn
 from belady.ir.plan import Budget
 from belady.ir.sections import apply
 from belady.measure.batch import static_trace_with_batch
+from belady.measure.held import trained_bytes
 from belady.measure.stages import Policy
-from belady.measure.static import trained_bytes
 from belady.planners import smallest_budget
 from belady.planners.sectioning import over_budget
 from belady.planners.workspace import with_workspaces
