@@ -133,6 +133,10 @@ class Candidate:
             trial(self.module, few, sample, taken.shared.mapped(self._made_up))
         except SectionError as error:
             return str(error)
+        except torch.OutOfMemoryError:
+            return (
+                "a few samples, on which slices are tried, do not fit beside what is held already"
+            )
         # The user's code runs on few samples and made-up numbers, as it never did before.
         except Exception as error:
             return f"it could not be tried: {type(error).__name__}: {error}"

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
 from belady.ir.sections import apply
 from belady.measure.batch import static_trace_with_batch
@@ -95,6 +97,8 @@ def test_what_does_not_fit_when_it_is_tried_is_not_cut(monkeypatch: pytest.Monke
     parts = Cutting(Policy("auto", Budget(int(0.95 * floor(deep())))), gpu(), CPU)
     assert not parts.cut(KEY, deep(), CALL)
     assert parts.said == []
+    (why,) = parts.refused
+    assert "do not fit beside what is held" in why
 
 
 @pytest.mark.parametrize(("share", "cut"), [(0.0, False), (1.0, True), (3.15, True)])
@@ -139,6 +143,35 @@ def test_slices_leave_room_for_what_an_optimizer_is_going_to_keep(
     assert model in parts
     sections = parts._known[model][KEY].sections
     assert over_budget(apply(asking, sections), gpu(), Budget(nbytes - state)) <= 0
+
+
+@pytest.mark.parametrize(("policy", "cut"), [("auto", True), ("tvdnn_greedy", False)])
+def test_no_margin_is_asked_on_what_stays_where_there_are_no_slices_with_it(
+    policy: str, cut: bool
+) -> None:
+    def heavy() -> nn.Sequential:
+        head = nn.Flatten(), nn.Linear(512, 4096), nn.Linear(4096, 8)
+        return nn.Sequential(deep(), nn.AdaptiveAvgPool2d(8), *head)
+
+    machine = replace(gpu(), allocator=Allocator(1, 0.5, 0))
+    trace = static_trace_with_batch(heavy(), CALL, CPU)
+    whole = smallest_budget("floor", trace, machine, Budget(1 << 40))
+    parts = Cutting(Policy(policy, Budget(int(0.85 * whole))), machine, CPU)
+    # Policies that do as their papers say ask for a margin on everything.
+    assert parts.cut(KEY, heavy(), CALL) is cut
+
+
+def test_what_is_held_already_leaves_less_room() -> None:
+    budget = int(0.95 * floor(deep()))
+    found = []
+    for held in (0, budget // 4):
+        model = deep()
+        parts = Cutting(Policy("auto", Budget(budget)), gpu(), CPU)
+        parts.begin(KEY, model)
+        parts.held_bytes = held
+        assert parts.cut(KEY, model, CALL)
+        found.append(max(counts(parts)))
+    assert found[0] < found[1]
 
 
 @pytest.mark.parametrize(("convolves", "lacks"), [(True, True), (False, False)])
