@@ -73,6 +73,9 @@ def _end(events: Sequence[_Event], least: int) -> int:
                 where[block] = stretch.take(nbytes)
             elif not nbytes and block in where:
                 stretch.free(where.pop(block))
+        if not where:
+            # All is one hole, at the end, which can grow: as before the first block.
+            break
     return stretch.end
 
 

@@ -281,6 +281,27 @@ def test_blocks_lie_where_a_search_of_all_would_put_them(rng: random.Random) -> 
         assert stretch.end == sum(size for size, _ in slow.found)
 
 
+@given(st.randoms(use_true_random=False), st.booleans())
+def test_iterations_that_leave_nothing_are_alike(rng: random.Random, leaves: bool) -> None:
+    living: list[int] = []
+    events: list[tuple[int, int]] = []
+    for block in range(40):
+        events.append((block, rng.choice((2, 3, 5, 8, 13)) * MIB))
+        living.append(block)
+        while living and rng.random() < 0.45:
+            events.append((living.pop(rng.randrange(len(living))), 0))
+    events += [(block, 0) for block in living[leaves:]]
+    stretch = Stretch()
+    for _ in range(2):
+        where = {}
+        for block, nbytes in events:
+            if nbytes:
+                where[block] = stretch.take(nbytes)
+            else:
+                stretch.free(where[block])
+    assert blocks._end(events, 0) == stretch.end
+
+
 @given(case=st.one_of(test_simulate.cases(encode=True), test_recompute.cases()))
 def test_never_less_than_what_is_held(case: tuple) -> None:  # type: ignore[type-arg]
     trace, _, plan = case
