@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from time import perf_counter, sleep
 
 import pytest
 import torch
 
+from belady.measure import clock as clocks
 from belady.measure.clock import CudaClock, clock_for
 
 MIB = 2**20
@@ -84,6 +87,24 @@ def test_a_flush_waits_for_all_that_was_issued_before(stats: dict[str, int]) -> 
     assert seconds == pytest.approx([HELD] * 4, rel=0.25)
 
 
+def test_what_the_host_takes_to_issue_an_op_is_no_kernels_time(
+    stats: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    for module in (clocks, sys.modules[__name__]):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Event, "busy_until", 0.0)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: Event.kernel(cycles / 2e9))
+    clock = CudaClock(torch.device("cuda"))
+    for host in (20e-6, 150e-6, 300e-6):
+        clock.start()
+        now[0] += host
+        Event.kernel(5e-6)
+        clock.stop()
+        now[0] += 1e-3
+    assert [taken for taken, _ in clock.results()] == pytest.approx([5e-6] * 3)
+
+
 @contextmanager
 def scattered() -> Iterator[None]:
     """Hold half of what may be reserved, in blocks that do not lie beside one another."""
@@ -96,6 +117,22 @@ def scattered() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+def test_kernels_are_told_from_what_the_host_takes_to_issue_them() -> None:
+    clock = clock_for(torch.device("cuda"))
+    host = []
+    for _ in range(9):
+        clock.start()
+        begun = perf_counter()
+        while perf_counter() < begun + 200e-6:
+            pass
+        torch.cuda._sleep(10**4)  # type: ignore[no-untyped-call]
+        host.append(perf_counter() - begun)
+        clock.stop()
+    kernels = [taken for taken, _ in clock.results()]
+    assert median(kernels) < median(host) / 4
 
 
 @pytest.mark.gpu
