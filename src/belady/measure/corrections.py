@@ -167,6 +167,12 @@ def faster(op: Op, share: float) -> Op:
     return replace(op, device_seconds=op.device_seconds * share, algorithms=ways, shortcut=short)
 
 
+def unhindered_seconds(trace: Trace) -> float:
+    """What an iteration on a GPU takes at least: its kernels, or the host to issue its ops."""
+    kernels = sum(op.device_seconds for op in trace.ops)
+    return max(kernels, sum(op.host_seconds for op in trace.ops))
+
+
 def with_gap_of(
     trace: Trace,
     plan: Plan,
@@ -198,7 +204,7 @@ def with_gap_of(
             if enough - more < _MARGIN_STEP:
                 return None
         return replace(allocator, margin_fraction=more)
-    loses = plan.predicted_seconds > _LOSES * sum(op.device_seconds for op in trace.ops)
+    loses = plan.predicted_seconds > _LOSES * unhindered_seconds(trace)
     if not peak or not measured.reserved_bytes or not loses:
         return None
     lost = allocator.fraction_of(peak, measured.reserved_bytes)

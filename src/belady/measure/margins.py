@@ -14,7 +14,7 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.trace import StorageKind, Tier, Trace
-from belady.measure.corrections import wider
+from belady.measure.corrections import unhindered_seconds, wider
 from belady.planners.workspace import convolves
 from belady.simulate.blocks import excess
 
@@ -72,8 +72,8 @@ def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, H
     plan = make(hardware)
     if not fits(trace, plan, hardware):
         return _roomier(trace, plan, hardware, make) or (plan, hardware)
-    kernels = sum(op.device_seconds for op in trace.ops)
-    loses = not plan.moves_nothing and plan.predicted_seconds > _LOSES * kernels
+    least = unhindered_seconds(trace)
+    loses = not plan.moves_nothing and plan.predicted_seconds > _LOSES * least
     workspace = max((op.workspace_bytes for op in trace.ops if convolves(op)), default=0)
     asks = workspace > _ASKS * plan.budget.device_bytes
     if hardware.allocator.margin_fraction <= 0 or len(trace.ops) > _OPS or asks or not loses:

@@ -127,6 +127,11 @@ def test_a_plan_that_loses_nothing_keeps_its_margin():
     assert with_gap_of(TRACE, PLAN, ALLOCATOR, measured(reserved=104)) is None
 
 
+def test_nothing_is_lost_where_the_host_takes_as_long_anyway():
+    slow = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3)], host_s=1.5)
+    assert with_gap_of(slow, LOSING, ALLOCATOR, measured(reserved=104)) is None
+
+
 def margin_after(
     fraction: float, others: list[tuple[float, bool]], *, flushed: bool
 ) -> float | None:
