@@ -127,16 +127,16 @@ class _Bench:
         tidy(None)  # what the case before has left in cycles would count as the user's own
         if self.case.method == BOUND:
             return self._bound()
+        ours = self.case.method.startswith(OWN)
+        if not ours and (absent := available(self._make(), self.case.method)) is not None:
+            raise AbsentError(absent)
         known = self._known.caps.get(self.case.cap_of(self.case.method))
         searched = self.case.budget == "smallest" and known is None
-        if searched and self.case.method.startswith(OWN):
+        if searched and ours:
             self._observed()
         # Before the workload is made: one that has run has an optimizer's state, between holes.
         cap = None if searched else self._cap()
         work = self._make()
-        absent = available(work, self.case.method)
-        if absent is not None:
-            raise AbsentError(absent)
         record: Record = {}
         with opened(work, self.case.method) as opener:
             if searched:

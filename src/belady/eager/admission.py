@@ -75,6 +75,7 @@ class Admission:
         self._calls = 0
         self._device = device
         self._taken: int | None = None
+        self._begun = False
         self._judged: Trace | None = None
 
     @property
@@ -121,8 +122,15 @@ class Admission:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        with self._heads.tracing():
-            self._admit(key, module, call)
+        try:
+            with self._heads.tracing():
+                self._admit(key, module, call)
+        except InfeasibleBudgetError:
+            if not self._begun:
+                # Nothing has run, and what is held may be gone when it is tried again.
+                self._taken = None
+            raise
+        self._begun = True
 
     def _admit(self, key: Key, module: torch.nn.Module, call: Call) -> None:
         in_slices = module in self._cutting
@@ -147,7 +155,7 @@ class Admission:
                     if not self._cutting.cut_for_workspaces(key, module, call):
                         put_back()
                         return
-                elif not self._cut(key, module, call):
+                elif not self._cut(key, module, call, refusal.smallest_bytes):
                     raise self._with_slices(refusal) from None
             if not in_slices:
                 self._cutting.forget_whole(key, module)
@@ -182,29 +190,29 @@ class Admission:
 
     def _with_slices(self, refusal: InfeasibleBudgetError) -> InfeasibleBudgetError:
         """The refusal, with what modules in slices would need, or why there can be none."""
-        whole = refusal.smallest_bytes
-        least = self._cutting.least_bytes(whole)
-        if least is not None:
-            refusal = InfeasibleBudgetError(
-                needed_bytes=refusal.needed_bytes,
-                budget_bytes=refusal.budget_bytes,
-                smallest_bytes=least,
-                op=refusal.op,
-                module=refusal.module,
-            )
-            refusal.add_note(f"that is with modules in slices; whole they need {whole} bytes")
-        for reason in self._cutting.refused[:_REASONS]:
-            refusal.add_note(f"not in slices: {reason}")
-        return refusal
+        least, whole = self._cutting.least_bytes, refusal.smallest_bytes
+        if least is None:
+            for reason in self._cutting.refused[:_REASONS]:
+                refusal.add_note(f"not in slices: {reason}")
+            return refusal
+        less = InfeasibleBudgetError(
+            needed_bytes=refusal.needed_bytes,
+            budget_bytes=refusal.budget_bytes,
+            smallest_bytes=least,
+            op=refusal.op,
+            module=refusal.module,
+        )
+        less.add_note(f"{least} bytes are enough for modules in slices; whole they need {whole}")
+        return less
 
-    def _cut(self, key: Key, module: torch.nn.Module, call: Call) -> bool:
+    def _cut(self, key: Key, module: torch.nn.Module, call: Call, whole: int) -> bool:
         """Run modules in slices; attention as it is, for good, where its slices hinder that."""
-        if self._cutting.cut(key, module, call):
+        if self._cutting.cut(key, module, call, whole):
             return True
         if not self._heads.is_attached:
             return False
         self._heads.detach()
-        if self._cutting.cut(key, module, call):
+        if self._cutting.cut(key, module, call, whole):
             self._heads_may, self._heads.largest_bytes = False, 0
             return True
         self._heads.attach()

@@ -29,11 +29,10 @@ def missing_state(trace: Trace, copies: int) -> int:
 
 def with_state(trace: Trace, copies: int) -> Trace:
     """The trace with optimizer state of so many copies of all gradients, all the time."""
-    gradients = [it for it in trace.storages if it.kind is StorageKind.GRADIENT] * copies
-    upto = accumulate(it.nbytes for it in gradients)
+    sizes = [it.nbytes for it in trace.storages if it.kind is StorageKind.GRADIENT] * copies
     there = state_bytes(trace)
-    missing = [it.nbytes for it, end in zip(gradients, upto, strict=True) if end > there]
-    return _holding(trace, missing)
+    left = (min(size, end - there) for size, end in zip(sizes, accumulate(sizes), strict=True))
+    return _holding(trace, (it for it in left if it > 0))
 
 
 def taken_bytes(modules: Iterable[torch.nn.Module], device: torch.device) -> int:
@@ -46,16 +45,22 @@ def taken_bytes(modules: Iterable[torch.nn.Module], device: torch.device) -> int
         return 0
     # A model before this one may be garbage in cycles, which nothing needs to be refused for.
     gc.collect()
-    parameters = (it for module in modules for it in module.parameters())
-    gradients = [it.grad for it in parameters if type(it.grad) is torch.Tensor]
-    held = {it.untyped_storage()._cdata: it.nbytes for it in gradients if it.device == device}
-    return torch.cuda.memory_allocated(device) - sum(held.values())
+    return torch.cuda.memory_allocated(device) - gradient_bytes(modules, device)
+
+
+def gradient_bytes(modules: Iterable[torch.nn.Module], device: torch.device) -> int:
+    """Bytes of the storages of the gradients that there are; of strided ones alone."""
+    gradients = (it.grad for module in modules for it in module.parameters())
+    strided = [it for it in gradients if type(it) is torch.Tensor and it.layout is torch.strided]
+    storages = [it.untyped_storage() for it in strided if it.device == device]
+    return sum({it._cdata: it.nbytes() for it in storages}.values())
 
 
 def beside(trace: Trace, taken: int) -> Trace:
     """The trace with what it does not show of ``taken`` bytes, all the time.
 
-    As a rule the state of an optimizer that has stepped before, or been loaded.
+    As a rule the state of an optimizer that has stepped before, or been loaded, and it is taken for
+    it: where it is another model, `missing_state` is too little.
 
     Parameters
     ----------
@@ -64,8 +69,10 @@ def beside(trace: Trace, taken: int) -> Trace:
     taken
         From `taken_bytes`.
     """
-    known = (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.INPUT, StorageKind.OTHER)
-    shown = sum(it.nbytes for it in trace.storages if it.kind in known and it.birth == 0)
+    # Tensors that are plain attributes of a module are there too, whatever kind they pass for.
+    there = {it.storage for it in trace.values if it.producer < 0}
+    lasting = (at in there or it.kind is StorageKind.OTHER for at, it in enumerate(trace.storages))
+    shown = sum(it.nbytes for it, lasts in zip(trace.storages, lasting, strict=True) if lasts)
     return _holding(trace, [taken - shown] if taken > shown else [])
 
 

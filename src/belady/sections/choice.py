@@ -1,4 +1,4 @@
-"""What room slices are to leave: for what an optimizer keeps, and for what a plan does."""
+"""Which slices: what room they are to leave for an optimizer's state and for plans, and words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from belady.ir.hardware import Allocator, HardwareProfile
+from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.held import trained_bytes
 from belady.measure.margins import with_settled
@@ -21,8 +22,8 @@ COPIES = (2, 1, 0)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 ROOM = (0.85, 1.0)
-# Of the search for the smallest budget: each takes as long as the one that has found none.
-_STEPS = 4
+# How far apart a budget that does and one that does not may be, where the smallest is looked for.
+_CLOSE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Beside:
 
     Attributes
     ----------
+    policy, hardware
+        Whose budget it is, and which margins are asked for.
     held_bytes
         What an optimizer is known to keep.
     allowed
@@ -51,7 +54,7 @@ class Beside:
     def least_bytes(self, search: Sectioning, trace: Trace, whole: int) -> int | None:
         """A budget below ``whole`` in which slices do beside two copies of what is trained.
 
-        The smallest but for a few percent, by bisection; None if there is none.
+        The smallest but for a tenth, by bisection; None if there is none.
 
         Parameters
         ----------
@@ -62,9 +65,10 @@ class Beside:
         low, high, found = self.policy.budget.device_bytes, whole, None
         state = max(max(COPIES) * trained_bytes(trace), self.held_bytes)
         allocator = self.hardware.allocator
-        for _ in range(_STEPS):
+        while high > _CLOSE * low:
             middle = int((low * high) ** 0.5)
-            if search.within(allocator.budget_for(allocator.peak_within(middle) - state)):
+            rest = allocator.peak_within(int(self.allowed * middle)) - state
+            if search.within(allocator.budget_for(rest)):
                 found = high = middle
             else:
                 low = middle
@@ -85,3 +89,14 @@ class Beside:
         if margins.settled_bytes:
             margins = replace(margins, settled_bytes=margins.settled_bytes + state)
         return margins.peak_within(int(room * self.policy.budget.device_bytes)) - state
+
+
+def sentence(section: Section) -> str:
+    """What a user should know of a section."""
+    ends = [it or "the model" for it in dict.fromkeys((section.modules[0], section.modules[-1]))]
+    run = "run" if len(ends) > 1 else "runs"
+    return (
+        f"{' to '.join(ends)} {run} in {section.slices} slices along the {section.whole}, since "
+        "one op was over the budget, or would have been beside the workspace that it may ask for: "
+        "results differ from plain PyTorch by the order of sums"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -13,16 +12,15 @@ from torch import nn
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Section
 from belady.ir.trace import Trace
-from belady.measure.held import missing_state
+from belady.measure.held import missing_state, state_bytes
 from belady.measure.key import Key
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate, chains
-from belady.sections.choice import COPIES, Beside
+from belady.sections.choice import COPIES, Beside, sentence
 from belady.sections.gate import Gate
 from belady.sections.in_force import WHOLE, Decided, InForce, flags_of
 from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
@@ -60,8 +58,10 @@ class Cutting:
         To be opened for a pass, and shut after it: only then are sections in force.
     refused
         Why modules of the call judged last may not be cut, one sentence each.
+    least_bytes
+        A budget in which slices of the call judged last would do, where `cut` was to find it.
     held_bytes
-        What an optimizer, or others, are known to hold throughout; to be set for each call.
+        What an optimizer, or others, are known to hold throughout, where whoever asks knows it.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Cutting:
         self._alongs = alongs
         self.gate = Gate()
         self.refused: tuple[str, ...] = ()
+        self.least_bytes: int | None = None
         self.held_bytes = 0
-        self._least: Callable[[int], int | None] | None = None
         self._policy = policy
         self._hardware = hardware
         self._device = device
@@ -122,7 +122,7 @@ class Cutting:
         """Let the modules of a call that is to be judged run whole."""
         self._make_way(module)
         self._release(module)
-        self.refused, self._least = (), None
+        self.refused, self.least_bytes = (), None
         known = self._known.setdefault(module, {})
         known[key] = Decided((), ())
         if len(known) > _KINDS:
@@ -138,37 +138,46 @@ class Cutting:
         known = self._known.get(module, {})
         self._known[module] = {it: known[it] for it in known if it == key or known[it].sections}
 
-    def cut(self, key: Key, module: nn.Module, call: Call) -> bool:
+    def cut(self, key: Key, module: nn.Module, call: Call, whole: int = 0) -> bool:
         """Run modules of ``module`` in slices so that a call can fit; False if none will do.
 
         Each section is tried on random numbers first, on the real modules, in a few samples.
+
+        Parameters
+        ----------
+        whole
+            A budget in which the call fits as it is: where no slices do in that given, one between
+            is looked for in which they would.
         """
-        return self._cut_beside(key, module, call, workspace_share(module, call, self._device), 0.0)
+        shares = workspace_share(module, call, self._device), 0.0
+        return self._cut_beside(key, module, call, shares, whole)
 
     def cut_for_workspaces(self, key: Key, module: nn.Module, call: Call) -> bool:
         """As `cut`, of a call that fits but for workspaces: without room for them none will do."""
-        return self._cut_beside(key, module, call, self._share(module, call))
+        return self._cut_beside(key, module, call, (self._share(module, call),))
 
-    def _cut_beside(self, key: Key, module: nn.Module, call: Call, *shares: float) -> bool:
+    def _cut_beside(
+        self, key: Key, module: nn.Module, call: Call, shares: Sequence[float], whole: int = 0
+    ) -> bool:
         found = Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
         if found is None:
             return False
-        if any(self._cut(key, found, share, COPIES) for share in dict.fromkeys(shares)):
-            return True
+        for share in dict.fromkeys(shares):
+            search = self._search(found, share)
+            if self._cut(key, found, search, COPIES):
+                return True
         self.refused = tuple(dict.fromkeys(found.refused.values()))
+        if whole:
+            self.least_bytes = self._beside.least_bytes(search, found.trace, whole)
         return False
-
-    def least_bytes(self, whole: int) -> int | None:
-        """A budget below ``whole`` in which slices of the call that `cut` refused last would do."""
-        least, self._least = self._least, None
-        return None if least is None else least(whole)
 
     def make_room(self, key: Key, module: nn.Module, call: Call, trace: Trace) -> None:
         """Cut modules of a call that `lacks_workspaces`; ``trace`` is static, of this call."""
         if not self.lacks_workspaces(module, call, trace):
             return
         if (found := Candidate.of(module, call, self._device, self._alongs)) is not None:
-            self._cut(key, found, self._share(module, call), COPIES[1:])
+            search = self._search(found, self._share(module, call))
+            self._cut(key, found, search, COPIES[1:])
 
     def lacks_workspaces(self, module: nn.Module, call: Call, trace: Trace | None) -> bool:
         """Whether a call that may be cut does not fit beside what a library will ask for.
@@ -178,11 +187,14 @@ class Cutting:
         if trace is None or not self.may_cut:
             return False
         asking, budget = with_workspaces(trace, self._share(module, call)), self._policy.budget
+        # Nothing is lost between blocks of what is there already.
+        allocator = replace(self._hardware.allocator, settled_bytes=state_bytes(trace))
+        hardware = replace(self._hardware, allocator=allocator)
         within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
         may_lack = asking != trace or self._allowed < 1.0
         # An optimizer that keeps nothing is rare, and what is not there yet is in no static trace.
         state = missing_state(trace, 1) if self._allowed == 1.0 else 0
-        return may_lack and over_budget(asking, self._hardware, within) + state > 0
+        return may_lack and over_budget(asking, hardware, within) + state > 0
 
     def _share(self, module: nn.Module, call: Call) -> float:
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
@@ -237,22 +249,31 @@ class Cutting:
         budget = self._policy.budget.device_bytes
         self._allowed *= _LESS * budget / (budget + over)
 
-    def _cut(self, key: Key, call: Candidate, share: float, copies: Sequence[int]) -> bool:
-        sections = self._told(call, share, copies)
+    @property
+    def _beside(self) -> Beside:
+        return Beside(self._policy, self._hardware, self.held_bytes, self._allowed)
+
+    def _search(self, call: Candidate, share: float) -> Sectioning:
+        asking, budget = with_workspaces(call.trace, share), self._policy.budget
+        parts = chains(call.module)
+        return Sectioning(asking, self._hardware, budget, parts, call.may_cut, call.dims)
+
+    def _cut(self, key: Key, call: Candidate, search: Sectioning, copies: Sequence[int]) -> bool:
+        sections = self._told(call, search, copies)
         if not sections:
             return False
         module = call.module
         self._known.setdefault(module, {})[key] = Decided(sections, flags_of(module, sections))
-        self._said[id(module)] = [_sentence(section) for section in sections]
+        self._said[id(module)] = [sentence(section) for section in sections]
         self._wrap(module, sections)
         return True
 
-    def _told(self, call: Candidate, share: float, copies: Sequence[int]) -> Sections | None:
+    def _told(self, call: Candidate, search: Sectioning, copies: Sequence[int]) -> Sections | None:
         """What is chosen; the search takes seconds, in which the script says nothing."""
         size, room = len(call.trace.ops), format_bytes(self._policy.budget.device_bytes)
         _log.info("looking for slices in which a call of %d ops fits into %s", size, room)
         begun = perf_counter()
-        sections = self._chosen(call, share, copies)
+        sections = self._beside.chosen(search, call.trace, copies)
         took = format_seconds(perf_counter() - begun)
         _log.info("%s in %s", "found slices" if sections else "found none", took)
         return sections
@@ -275,23 +296,3 @@ class Cutting:
 
     def _release(self, module: nn.Module) -> None:
         self._undo.pop(module, WHOLE).undo()
-
-    def _chosen(self, call: Candidate, share: float, copies: Sequence[int]) -> Sections | None:
-        asking, budget = with_workspaces(call.trace, share), self._policy.budget
-        search = Sectioning(
-            asking, self._hardware, budget, chains(call.module), call.may_cut, call.dims
-        )
-        beside = Beside(self._policy, self._hardware, self.held_bytes, self._allowed)
-        found = beside.chosen(search, call.trace, copies)
-        self._least = None if found else partial(beside.least_bytes, search, call.trace)
-        return found
-
-
-def _sentence(section: Section) -> str:
-    ends = [it or "the model" for it in dict.fromkeys((section.modules[0], section.modules[-1]))]
-    run = "run" if len(ends) > 1 else "runs"
-    return (
-        f"{' to '.join(ends)} {run} in {section.slices} slices along the {section.whole}, since "
-        "one op was over the budget, or would have been beside the workspace that it may ask for: "
-        "results differ from plain PyTorch by the order of sums"
-    )

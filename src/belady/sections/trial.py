@@ -156,8 +156,8 @@ def _compared(owner: nn.Module, stretch: Stretch, few: Tensor, shared: Shared) -
 def _without_search() -> Iterator[None]:
     """Have cuDNN take what algorithm it likes.
 
-    It would time all of them for each convolution of a slice, whole and in double, and nobody runs
-    these shapes again.
+    It would time all of them for each convolution of a slice, whole and in double, and few of these
+    shapes are run again: slices of one sample or two, which keep what was taken here.
     """
     wanted = torch._C._get_cudnn_benchmark()
     torch._C._set_cudnn_benchmark(False)
