@@ -130,6 +130,7 @@ class _Bench:
         ours = self.case.method.startswith(OWN)
         if not ours and (absent := available(self._make(), self.case.method)) is not None:
             raise AbsentError(absent)
+        tidy(None)
         known = self._known.caps.get(self.case.cap_of(self.case.method))
         searched = self.case.budget == "smallest" and known is None
         if searched and ours:
