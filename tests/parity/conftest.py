@@ -24,6 +24,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def few_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is as legal, and as hard to carry out, after 40 mixes as after 300.
+
+    As many as let the search go every way that it knows. How fast the plans are that it finds is
+    what `unit/planners` and `conformance` look at.
+    """
+    monkeypatch.setattr("belady.planners.hybrid._MOST", 40)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
