@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from belady.ir.legality import check
 from belady.ir.plan import Budget
@@ -27,6 +30,20 @@ from benchmarks.workloads import WORKLOADS
 from tests.benchmarks.test_workloads import toy
 
 ALEXNET = Net("alexnet", 128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_numbers() -> Iterator[None]:
+    """Of networks and images at full size only shapes are asked, and drawing them takes long."""
+
+    def left(tensor: Tensor, *_: object, **__: object) -> Tensor:
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", torch.empty)
+        for name in ("kaiming_uniform_", "kaiming_normal_", "normal_", "uniform_"):
+            patch.setattr(nn.init, name, left)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """Trains the demonstration's network in processes of their own, under limits of the system.
 
 Reads lines ``{look | plain | managed} ITERATIONS LIMIT BUDGET``; a LIMIT of 0 is none. Each is done
-by a fork, which prints one line of JSON: torch is loaded once, and nothing has run in the parent.
+by a fork, which prints one line of JSON: what they need is loaded once, and nothing has run in the
+parent.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -50,6 +52,8 @@ class Sampler:
 
 
 def main() -> None:
+    for name in ("sklearn.datasets", "torch._dynamo"):
+        importlib.import_module(name)
     for line in sys.stdin:
         mode, *numbers = line.split()
         process = os.fork()
