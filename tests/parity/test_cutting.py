@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 from collections.abc import Callable
@@ -123,6 +124,7 @@ SCALED = Task("tokens with an argument", lambda: [Feedforward(Scaling())], seque
 GATED = Task("tokens with a gate", lambda: [Feedforward(Gated())], sequences)
 
 
+@functools.cache
 def needed(policy: str, exact: bool = False, task: Task = WIDE) -> int:
     """Smallest budget that a refusal names."""
     training = Training(task)

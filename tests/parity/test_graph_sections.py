@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 
@@ -98,6 +99,7 @@ TOKENS = Task("tokens", lambda: [Perceiving(perceptron()).double()], precise_seq
 ENOUGH = {WIDE: 0.4, CHAIN: 0.5, DROPPING: 0.6, NORMS: 0.8, BLOCKS: 0.4, RESNET: 0.85, TOKENS: 0.6}
 
 
+@functools.cache
 def needed(of: Task, engine: str = "graph") -> int:
     """Smallest budget that a refusal of whole modules names."""
     training = Training(of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -95,6 +96,7 @@ RELUS = {
 }
 
 
+@functools.cache
 def needed(policy: str, exact: bool = False, task: Task = DECODER) -> int:
     """Smallest budget that a refusal names."""
     training = Training(task)
