@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 # A kernel that only spins. Long enough for the host to issue the bracketed op meanwhile, so that
-# the two events enclose kernels alone and no launch gap: 1e6 cycles are 500 µs at 2 GHz. A backward
-# of a convolution was seen to take 300 µs to issue, and behind 50 µs its forward's kernels of 24 µs
-# looked like 162. Watching an op takes the host as long, so that nobody waits.
-_SPIN_CYCLES = 1_000_000
+# the two events enclose kernels alone and no launch gap: 6e5 cycles are 300 µs at 2 GHz. Behind
+# 50 µs a convolution's kernels of 24 µs looked like 162 on a host that took 140 µs to issue its
+# backward. Watching an op takes the host as long, so that hardly anybody waits.
+_SPIN_CYCLES = 600_000
 # The host runs ahead of spins and copies until the launch queue (1,024 entries) is full; then it
 # would count its waiting as work. So it waits here, where nothing is counted, every so many ops.
 _OPS_AHEAD = 64

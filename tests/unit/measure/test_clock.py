@@ -96,7 +96,7 @@ def test_what_the_host_takes_to_issue_an_op_is_no_kernels_time(
     monkeypatch.setattr(Event, "busy_until", 0.0)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: Event.kernel(cycles / 2e9))
     clock = CudaClock(torch.device("cuda"))
-    for host in (20e-6, 150e-6, 300e-6):
+    for host in (20e-6, 150e-6, 250e-6):
         clock.start()
         now[0] += host
         Event.kernel(5e-6)
