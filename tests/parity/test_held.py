@@ -67,7 +67,8 @@ def test_a_refusal_names_what_slices_would_need_and_they_do() -> None:
     assert least < 0.8 * needed("floor")
     assert f"the smallest feasible budget of this policy is {least} bytes" in str(caught.value)
     (note,) = caught.value.__notes__
-    assert note.startswith(f"{least} bytes are enough for modules in slices; whole they need")
+    assert note.startswith(f"{least} bytes are enough for modules in slices")
+    assert f"plain PyTorch {needed('auto', True)} are needed" in note
     _, run = trained(least, "auto", WIDE, range(3))
     assert run.plan.numerics == ("sections",)
 

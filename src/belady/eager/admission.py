@@ -202,7 +202,10 @@ class Admission:
             op=refusal.op,
             module=refusal.module,
         )
-        less.add_note(f"{least} bytes are enough for modules in slices; whole they need {whole}")
+        less.add_note(
+            f"{least} bytes are enough for modules in slices, which change the order of sums; for "
+            f"the bits of plain PyTorch {whole} are needed"
+        )
         return less
 
     def _cut(self, key: Key, module: torch.nn.Module, call: Call, whole: int) -> bool:
