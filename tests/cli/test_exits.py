@@ -51,6 +51,16 @@ def test_infeasible_names_the_way_out_and_nothing_steers(
     assert lines[1] == "belady: the smallest that works: --budget 2 (2 B)"
 
 
+def test_what_was_noted_of_an_error_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    error = errors.SpillError("no disk")
+    error.add_note("another folder\x1b[2J")
+    error.add_note("or less")
+    with pytest.raises(typer.Exit), mapped():
+        raise error
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["belady: no disk", "belady: another folder\\x1b[2J", "belady: or less"]
+
+
 def test_a_bug_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError), mapped():
         raise ZeroDivisionError

@@ -66,6 +66,8 @@ def mapped() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise  # whoever read our output is gone: typer ends quietly
         note(_message(error))
+        for line in getattr(error, "__notes__", ()):
+            note(line)
         if isinstance(error, InfeasibleBudgetError):
             smallest = error.smallest_bytes
             note(f"the smallest that works: --budget {smallest} ({format_bytes(smallest)})")
