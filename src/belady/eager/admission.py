@@ -74,7 +74,7 @@ class Admission:
         self._heads_may = policy.name in _POLICIES and not policy.exact
         self._calls = 0
         self._device = device
-        self._taken: int | None = None
+        self._taken = 0
         self._begun = False
         self._judged: Trace | None = None
 
@@ -99,8 +99,9 @@ class Admission:
     def begin(self) -> None:
         """An iteration begins."""
         self._calls = self._heads.calls
-        if self._taken is None:
-            # Once: from the first iteration on the engine itself holds memory between them.
+        if not self._begun:
+            # Until a call is admitted: after it the engine itself holds memory between iterations,
+            # and before it what is held may be gone when a refused call is tried again.
             self._taken = taken_bytes(self._modules, self._device)
 
     def is_cut(self, passes: Sequence[Key]) -> bool:
@@ -122,14 +123,8 @@ class Admission:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        try:
-            with self._heads.tracing():
-                self._admit(key, module, call)
-        except InfeasibleBudgetError:
-            if not self._begun:
-                # Nothing has run, and what is held may be gone when it is tried again.
-                self._taken = None
-            raise
+        with self._heads.tracing():
+            self._admit(key, module, call)
         self._begun = True
 
     def _admit(self, key: Key, module: torch.nn.Module, call: Call) -> None:
@@ -146,7 +141,7 @@ class Admission:
         except InfeasibleBudgetError as error:
             # The order comes first: it changes no bit. But layers in slices run without.
             answer = self._ordering.answer
-            refusal = error if in_slices else answer(error, module, call, self._taken or 0)
+            refusal = error if in_slices else answer(error, module, call, self._taken)
             ordered = self._ordering.judged
             if refusal is None and not self._cutting.lacks_workspaces(module, call, ordered):
                 return
@@ -226,14 +221,14 @@ class Admission:
 
         Losses and attention are in slices from now on if need be.
         """
-        trace = foreseen(module, call, self._taken or 0)
+        trace = foreseen(module, call, self._taken)
         self._cutting.held_bytes = 0 if trace is None else state_bytes(trace)
         if self._policy.name in _POLICIES and (trace is None or not self._can_keep_all(trace)):
             self._losses.attach()
             if self._heads_may and (trace is None or _has(trace, _MATRIX)):
                 self._attach_heads([key])
             if trace is not None and _has(trace, _LOSS, _MATRIX):
-                trace = foreseen(module, call, self._taken or 0)
+                trace = foreseen(module, call, self._taken)
         if trace is not None:
             refuse_infeasible(trace, self._hardware, self._policy)
         return trace

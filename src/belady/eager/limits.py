@@ -94,7 +94,7 @@ def clamped(budget: Budget, hardware: HardwareProfile) -> Budget:
     return replace(budget, device_bytes=min(budget.device_bytes, total))
 
 
-def foreseen(module: torch.nn.Module, call: tuple[Any, Any], taken: int = 0) -> Trace | None:
+def foreseen(module: torch.nn.Module, call: tuple[Any, Any], taken: int) -> Trace | None:
     """The static trace of a call; None if only running it can tell, and the cap is the judge.
 
     Parameters

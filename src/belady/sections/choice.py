@@ -1,4 +1,4 @@
-"""Which slices: what room they are to leave for an optimizer's state and for plans, and words."""
+"""What room slices are to leave: for what an optimizer keeps, and for what a plan does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from belady.ir.hardware import Allocator, HardwareProfile
-from belady.ir.plan import Section
 from belady.ir.trace import Trace
 from belady.measure.held import trained_bytes
 from belady.measure.margins import with_settled
@@ -89,14 +88,3 @@ class Beside:
         if margins.settled_bytes:
             margins = replace(margins, settled_bytes=margins.settled_bytes + state)
         return margins.peak_within(int(room * self.policy.budget.device_bytes)) - state
-
-
-def sentence(section: Section) -> str:
-    """What a user should know of a section."""
-    ends = [it or "the model" for it in dict.fromkeys((section.modules[0], section.modules[-1]))]
-    run = "run" if len(ends) > 1 else "runs"
-    return (
-        f"{' to '.join(ends)} {run} in {section.slices} slices along the {section.whole}, since "
-        "one op was over the budget, or would have been beside the workspace that it may ask for: "
-        "results differ from plain PyTorch by the order of sums"
-    )

@@ -20,9 +20,9 @@ from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate, chains
-from belady.sections.choice import COPIES, Beside, sentence
+from belady.sections.choice import COPIES, Beside
 from belady.sections.gate import Gate
-from belady.sections.in_force import WHOLE, Decided, InForce, flags_of
+from belady.sections.in_force import WHOLE, Decided, InForce, flags_of, sentence
 from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
 from belady.sections.wrap import wrap
 from belady.units import format_bytes, format_seconds
@@ -168,6 +168,7 @@ class Cutting:
                 return True
         self.refused = tuple(dict.fromkeys(found.refused.values()))
         if whole:
+            # By the last of the shares, which asks for least.
             self.least_bytes = self._beside.least_bytes(search, found.trace, whole)
         return False
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from belady.ir.plan import Section
 from belady.measure.key import walk
 from belady.planners.places import Sections
 
@@ -36,4 +37,15 @@ def flags_of(model: nn.Module, sections: Sections) -> tuple[object, ...]:
         for module in walk(tops)
         for value in vars(module).values()
         if type(value) is bool or type(value) is str
+    )
+
+
+def sentence(section: Section) -> str:
+    """What a user should know of a section."""
+    ends = [it or "the model" for it in dict.fromkeys((section.modules[0], section.modules[-1]))]
+    run = "run" if len(ends) > 1 else "runs"
+    return (
+        f"{' to '.join(ends)} {run} in {section.slices} slices along the {section.whole}, since "
+        "one op was over the budget, or would have been beside the workspace that it may ask for: "
+        "results differ from plain PyTorch by the order of sums"
     )
