@@ -56,7 +56,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 10
+    version: int = 11
     recomputes: bool = True
 
     def __call__(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from belady.ir.codecs import passes
 from belady.ir.plan import Encode, Recompute
 from belady.ir.replay import compared_share, seconds_of
+from belady.ir.trace import Tier, Trace
 from belady.planners.due import last_read
 from belady.planners.moves import Case, encodings
 from belady.planners.replays import cheapest
@@ -29,13 +30,14 @@ class Ways:
         Device bytes that are free while a value is encoded, where it can be, or else away.
     cost
         Seconds of the cheapest replay or encoding for each byte that it saves, of the values that
-        have one.
+        have one, as `cost_of` counts them.
     last_reads
         Boundary at which backward last takes a saved value back; -1 if it never does.
     """
 
     def __init__(self, case: Case, nbytes: dict[int, int]) -> None:
         self._case = case
+        self._host_bound = host_bound(case.trace)
         self.nbytes = nbytes
         self.last_reads = {value: last_read(case.trace, value) for value in case.trace.saved}
         self._known: dict[int, list[tuple[dict[int, bool], Recompute | None]]] = {}
@@ -109,13 +111,32 @@ class Ways:
         return stretch == inf or seconds_of(self._case.trace, replay) <= stretch * seconds
 
     def cost_of(self, value: int, way: Recompute | Encode | None) -> float:
-        """Seconds for each byte that is saved; digests are taken of what is made again."""
-        case = self._case
+        """Seconds for each byte that is saved, of the host or the device, whichever is busier."""
         if way is None:
             return inf
+        seconds = self._issuing(way) if self._host_bound else self._computing(value, way)
+        return seconds / (self.saved if isinstance(way, Encode) else self.nbytes)[value]
+
+    def _computing(self, value: int, way: Recompute | Encode) -> float:
+        """Of the device; digests are taken of what is made again."""
+        case = self._case
         nbytes = case.trace.storages[case.trace.values[value].storage].nbytes
         if isinstance(way, Encode):
             both = passes(way, nbytes)
-            return case.hardware.memory_seconds(both.encode + both.decode) / self.saved[value]
+            return case.hardware.memory_seconds(both.encode + both.decode)
         digests = 2 * compared_share(case.trace) * case.hardware.memory_seconds(nbytes)
-        return (seconds_of(case.trace, way) + digests) / self.nbytes[value]
+        return seconds_of(case.trace, way) + digests
+
+    def _issuing(self, way: Recompute | Encode) -> float:
+        """Of the host, which takes the value over, and issues again what makes it."""
+        link = self._case.hardware.link(Tier.DEVICE, Tier.DEVICE)
+        taking = 2 * link.issue_s if link else 0.0
+        ops = way.ops if isinstance(way, Recompute) else ()
+        return taking + sum(self._case.trace.ops[op].host_seconds for op in ops)
+
+
+def host_bound(trace: Trace) -> bool:
+    """Whether the device waits for the host to issue ops, rather than the other way round."""
+    seconds = [(op.host_seconds, op.device_seconds) for op in trace.ops]
+    # On a CPU the host issues and computes: its time is all that there is.
+    return trace.device != "cpu" and sum(it for it, _ in seconds) > sum(it for _, it in seconds)

@@ -1,0 +1,35 @@
+"""What it costs that a value leaves the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from belady.ir.plan import Budget
+from belady.planners.moves import Case, movable
+from belady.planners.spread import held_bytes
+from belady.planners.ways import Ways
+from tests.support.builder import OpSpec, build_trace
+from tests.unit.planners.nets import cpu, gpu, written_by
+
+
+@pytest.mark.parametrize(
+    ("device", "host_us", "cheapest"),
+    [
+        ("cuda", 5, "two short ones"),
+        ("cuda", 1_000, "one op"),
+        ("cpu", 1_000, "one op"),
+        ("cpu", 5, "two short ones"),
+    ],
+)
+def test_replays_cost_what_the_busier_of_host_and_device_takes(
+    device: str, host_us: int, cheapest: str
+) -> None:
+    conv = OpSpec(10**8, device_us=100, host_us=host_us)
+    one = OpSpec(10**8, device_us=300, host_us=host_us, replayable=True)
+    first = OpSpec(10**8, device_us=20, host_us=host_us, replayable=True)
+    second = OpSpec(10**8, device_us=20, host_us=host_us, replayable=True, saves_input=False)
+    trace = build_trace([conv, one, conv, first, second, conv, conv], device=device)
+    case = Case(trace, cpu() if device == "cpu" else gpu(), Budget(1 << 40))
+    ways = Ways(case, {value: held_bytes(case, value) for value in movable(trace)})
+    ops = {"one op": 1, "two short ones": 4}
+    assert min(ops, key=lambda it: ways.cost[written_by(trace, ops[it])]) == cheapest
