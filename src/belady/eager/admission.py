@@ -155,10 +155,10 @@ class Admission:
             if not in_slices:
                 self._cutting.forget_whole(key, module)
 
-    def too_coarse(self, passes: Sequence[Key], trace: Trace) -> int | None:
-        """The root whose sections did not do for ``trace``, as observed: they are forgotten now."""
+    def unsuited(self, passes: Sequence[Key], trace: Trace) -> int | None:
+        """The root whose sections do not suit ``trace``, as observed: they are forgotten now."""
         roots = dict.fromkeys(key[0] for key in passes)
-        found = (it for it in roots if self._cutting.too_coarse(self._modules[it], trace))
+        found = (it for it in roots if self._cutting.unsuited(self._modules[it], trace))
         return next(found, None)
 
     def too_large(

@@ -278,7 +278,7 @@ class Conductor:
         passes, watched = tuple(iteration.passes), iteration.observation
         alike = kind.seen(alike=trace is not None and passes == kind.passes)
         if alike and trace is not None and watched is not None:
-            again = self._admission.too_coarse(passes, trace)
+            again = self._admission.unsuited(passes, trace)
             if again is not None:
                 self._forget(again)
                 return

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from belady.ir.hardware import Allocator, HardwareProfile
-from belady.ir.trace import Trace
-from belady.measure.held import trained_bytes
+from belady.ir.trace import Phase, Trace
+from belady.measure.held import state_bytes, trained_bytes
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
@@ -21,8 +22,63 @@ COPIES = (2, 1, 0)
 # Parts of the budget that the floor in slices is to fit in, tried in turn: what a plan keeps beside
 # it saves more time than a few more slices cost.
 ROOM = (0.85, 1.0)
+# How often sections are chosen anew where the iteration that was observed needs more than its
+# static trace said, and for how much less each time than what would have done. They are too where
+# this part of the budget was left for state that no optimizer keeps.
+_ANEW, _LESS, _SPARE = 2, 0.98, 1 / 16
 # How far apart a budget that does and one that does not may be, where the smallest is looked for.
 _CLOSE = 1.1
+
+
+class Chosen(NamedTuple):
+    """Sections, and for how much of an optimizer's state they leave room."""
+
+    sections: Sections
+    state_bytes: int
+
+
+class Room:
+    """What iterations that were observed say of the room that sections are to leave.
+
+    Parameters
+    ----------
+    budget
+        Bytes of the device.
+
+    Attributes
+    ----------
+    allowed
+        Part of the budget that they may fill.
+    stepped_bytes
+        What an optimizer keeps that was seen to step; None before.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._anew = 0
+        self.allowed = 1.0
+        self.stepped_bytes: int | None = None
+
+    def leave(self, over: int) -> None:
+        """Leave room from now on for bytes that were ``over`` the budget all the same."""
+        self.allowed *= _LESS * self._budget / (self._budget + over)
+
+    def lacks(self, over: int) -> bool:
+        """Whether sections are to be chosen anew, as there is too little room by so much."""
+        if over <= 0 or self._anew == _ANEW:
+            return False
+        self._anew += 1
+        self.leave(over)
+        return True
+
+    def spares(self, trace: Trace, left: int) -> bool:
+        """Whether they are, as an optimizer stepped that keeps far less than ``left`` for it."""
+        if self._anew == _ANEW or all(op.phase is not Phase.OPTIMIZER for op in trace.ops):
+            return False
+        self.stepped_bytes = state_bytes(trace)
+        spares = left - self.stepped_bytes > _SPARE * self._budget
+        self._anew += spares
+        return spares
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +91,8 @@ class Beside:
         Whose budget it is, and which margins are asked for.
     held_bytes
         What an optimizer is known to keep.
+    stepped
+        Whether it was seen to step, and so keeps no more than that.
     allowed
         Part of the budget that they may fill, where that is known.
     """
@@ -42,13 +100,18 @@ class Beside:
     policy: Policy
     hardware: HardwareProfile
     held_bytes: int = 0
+    stepped: bool = False
     allowed: float = 1.0
 
-    def chosen(self, search: Sectioning, trace: Trace, copies: Sequence[int]) -> Sections | None:
-        """Sections beside the most copies of what is trained that leave room for any."""
-        states = [max(it * trained_bytes(trace), self.held_bytes) for it in copies]
-        tried = (search.within(limit) for limit in dict.fromkeys(self._limits(trace, states)))
-        return next((it for it in tried if it), None)
+    def chosen(self, search: Sectioning, trace: Trace, copies: Sequence[int]) -> Chosen | None:
+        """Sections beside what an optimizer keeps.
+
+        Before it has stepped that is taken for the most copies of what is trained that leave room
+        for any sections.
+        """
+        limits = dict(self._limits(trace, self._states(trace, copies)))
+        tried = (Chosen(search.within(it) or (), state) for it, state in limits.items())
+        return next((it for it in tried if it.sections), None)
 
     def least_bytes(self, search: Sectioning, trace: Trace, whole: int) -> int | None:
         """A budget below ``whole`` in which slices do beside two copies of what is trained.
@@ -62,7 +125,7 @@ class Beside:
         """
         _log.info("looking for a budget in which slices do, since this one is too small")
         low, high, found = self.policy.budget.device_bytes, whole, None
-        state = max(max(COPIES) * trained_bytes(trace), self.held_bytes)
+        state = max(self._states(trace, COPIES))
         allocator = self.hardware.allocator
         while high > _CLOSE * low:
             middle = int((low * high) ** 0.5)
@@ -73,8 +136,13 @@ class Beside:
                 low = middle
         return found
 
-    def _limits(self, trace: Trace, states: Sequence[int]) -> Iterator[int]:
-        """Budgets of what is in slices, without margins on state: it is there throughout."""
+    def _states(self, trace: Trace, copies: Sequence[int]) -> list[int]:
+        if self.stepped:
+            return [self.held_bytes]
+        return [max(it * trained_bytes(trace), self.held_bytes) for it in copies]
+
+    def _limits(self, trace: Trace, states: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Budgets of what is in slices, without margins on the state beside: it always is there."""
         plain = self.hardware.allocator
         settled = with_settled(trace, self.hardware, self.policy.name).allocator
         rooms = dict.fromkeys((*(room * self.allowed for room in ROOM), ROOM[-1]))
@@ -82,7 +150,7 @@ class Beside:
         for margins in (plain, settled):
             for state in states:
                 for room in rooms:
-                    yield plain.budget_for(self._rest(margins, room, state))
+                    yield plain.budget_for(self._rest(margins, room, state)), state
 
     def _rest(self, margins: Allocator, room: float, state: int) -> int:
         if margins.settled_bytes:

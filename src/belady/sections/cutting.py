@@ -20,7 +20,7 @@ from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate, chains
-from belady.sections.choice import COPIES, Beside
+from belady.sections.choice import COPIES, Beside, Chosen, Room
 from belady.sections.gate import Gate
 from belady.sections.in_force import WHOLE, Decided, InForce, flags_of, sentence
 from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
@@ -31,9 +31,6 @@ _log = logging.getLogger("belady")
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
-# How often modules are cut anew where the iteration that was observed needs more than its static
-# trace said, and for how much less each time than what would have done.
-_ANEW, _LESS = 2, 0.98
 # Kinds of calls of a root that are remembered.
 _KINDS = 64
 
@@ -86,8 +83,7 @@ class Cutting:
         self._said: dict[int, list[str]] = {}
         self._must: dict[Key, InfeasibleBudgetError] = {}
         self._related: dict[tuple[int, int], bool] = {}
-        self._anew = 0
-        self._allowed = 1.0
+        self._room = Room(policy.budget.device_bytes)
 
     @property
     def said(self) -> list[str]:
@@ -191,32 +187,32 @@ class Cutting:
         # Nothing is lost between blocks of what is there already.
         allocator = replace(self._hardware.allocator, settled_bytes=state_bytes(trace))
         hardware = replace(self._hardware, allocator=allocator)
-        within = replace(budget, device_bytes=int(self._allowed * budget.device_bytes))
-        may_lack = asking != trace or self._allowed < 1.0
+        within = replace(budget, device_bytes=int(self._room.allowed * budget.device_bytes))
+        may_lack = asking != trace or self._room.allowed < 1.0
         # An optimizer that keeps nothing is rare, and what is not there yet is in no static trace.
-        state = missing_state(trace, 1) if self._allowed == 1.0 else 0
+        state = missing_state(trace, 1) if self._room.allowed == 1.0 else 0
         return may_lack and over_budget(asking, hardware, within) + state > 0
 
     def _share(self, module: nn.Module, call: Call) -> float:
         # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
         return min(workspace_share(module, call, self._device), max(WITH_TENSOR_CORES))
 
-    def too_coarse(self, module: nn.Module, trace: Trace) -> bool:
-        """Forget the sections of ``module`` if they do not do; then `cut` cuts finer.
+    def unsuited(self, module: nn.Module, trace: Trace) -> bool:
+        """Forget the sections of ``module`` if they are too coarse, or finer than they must be.
 
         Parameters
         ----------
         trace
             As observed, with the workspaces and the optimizer's state that there are.
         """
-        return module in self and self._anew_for(module, trace)
+        return module in self and (self._lacks(module, trace) or self._spares(module, trace))
 
     def too_large(
         self, module: nn.Module, keys: Sequence[Key], trace: Trace, error: InfeasibleBudgetError
     ) -> bool:
         """Whether calls of ``module``, observed whole and refused with ``error``, may be cut."""
         cut = any(self.is_cut(key, module) for key in keys)
-        if cut or not self.may_cut or not self._anew_for(module, trace):
+        if cut or not self.may_cut or not self._lacks(module, trace):
             return False
         # A traceback keeps the frames of all callers, and with them the user's tensors.
         self._must.update(dict.fromkeys(keys, error.with_traceback(None)))
@@ -234,12 +230,16 @@ class Cutting:
         """Whether the policy cuts modules at all."""
         return not self._policy.exact and self._policy.name in POLICIES
 
-    def _anew_for(self, module: nn.Module, trace: Trace) -> bool:
+    def _lacks(self, module: nn.Module, trace: Trace) -> bool:
         over = over_budget(trace, self._hardware, self._policy.budget)
-        if over <= 0 or self._anew == _ANEW:
-            return False
-        self._anew += 1
-        self.leave(over)
+        return self._room.lacks(over) and self._forget(module)
+
+    def _spares(self, module: nn.Module, trace: Trace) -> bool:
+        left = [it.state_bytes for it in self._known[module].values() if it.sections]
+        return self._room.spares(trace, min(left)) and self._forget(module)
+
+    def _forget(self, module: nn.Module) -> bool:
+        """Cut ``module`` anew, or for the first time, when it is called next."""
         self._release(module)
         self._known.pop(module, None)
         self._said.pop(id(module), None)
@@ -247,12 +247,13 @@ class Cutting:
 
     def leave(self, over: int) -> None:
         """Leave room from now on for bytes that were ``over`` the budget all the same."""
-        budget = self._policy.budget.device_bytes
-        self._allowed *= _LESS * budget / (budget + over)
+        self._room.leave(over)
 
     @property
     def _beside(self) -> Beside:
-        return Beside(self._policy, self._hardware, self.held_bytes, self._allowed)
+        room, state = self._room, self._room.stepped_bytes
+        held = max(self.held_bytes, state or 0)
+        return Beside(self._policy, self._hardware, held, state is not None, room.allowed)
 
     def _search(self, call: Candidate, share: float) -> Sectioning:
         asking, budget = with_workspaces(call.trace, share), self._policy.budget
@@ -260,24 +261,25 @@ class Cutting:
         return Sectioning(asking, self._hardware, budget, parts, call.may_cut, call.dims)
 
     def _cut(self, key: Key, call: Candidate, search: Sectioning, copies: Sequence[int]) -> bool:
-        sections = self._told(call, search, copies)
-        if not sections:
+        chosen = self._told(call, search, copies)
+        if chosen is None:
             return False
-        module = call.module
-        self._known.setdefault(module, {})[key] = Decided(sections, flags_of(module, sections))
+        module, sections = call.module, chosen.sections
+        decided = Decided(sections, flags_of(module, sections), chosen.state_bytes)
+        self._known.setdefault(module, {})[key] = decided
         self._said[id(module)] = [sentence(section) for section in sections]
         self._wrap(module, sections)
         return True
 
-    def _told(self, call: Candidate, search: Sectioning, copies: Sequence[int]) -> Sections | None:
+    def _told(self, call: Candidate, search: Sectioning, copies: Sequence[int]) -> Chosen | None:
         """What is chosen; the search takes seconds, in which the script says nothing."""
         size, room = len(call.trace.ops), format_bytes(self._policy.budget.device_bytes)
         _log.info("looking for slices in which a call of %d ops fits into %s", size, room)
         begun = perf_counter()
-        sections = self._beside.chosen(search, call.trace, copies)
+        chosen = self._beside.chosen(search, call.trace, copies)
         took = format_seconds(perf_counter() - begun)
-        _log.info("%s in %s", "found slices" if sections else "found none", took)
-        return sections
+        _log.info("%s in %s", "found none" if chosen is None else "found slices", took)
+        return chosen
 
     def _wrap(self, module: nn.Module, sections: Sections) -> None:
         if sections:

@@ -13,10 +13,21 @@ from belady.planners.places import Sections
 
 
 class Decided(NamedTuple):
-    """Sections of a kind of call, none if it runs whole, and the flags they were tried under."""
+    """What was decided for a kind of call.
+
+    Attributes
+    ----------
+    sections
+        None if it runs whole.
+    flags
+        Those of its modules that they were tried under.
+    state_bytes
+        What of an optimizer's state they leave room for.
+    """
 
     sections: Sections
     flags: tuple[object, ...]
+    state_bytes: int = 0
 
 
 class InForce(NamedTuple):

@@ -218,23 +218,23 @@ def test_what_needs_more_than_foretold_is_cut_finer() -> None:
     assert parts.cut(KEY, model, CALL)
     coarse = parts.said
     observed = with_workspaces(static_trace_with_batch(deep(), CALL, CPU), 0.5)
-    assert parts.too_coarse(model, observed)
+    assert parts.unsuited(model, observed)
     assert model not in parts
     assert parts.said == []
     assert parts.cut(KEY, model, CALL)
     assert parts.said not in ([], coarse)
     # Not for ever: at last a policy has to make do.
-    assert parts.too_coarse(model, observed)
+    assert parts.unsuited(model, observed)
     assert parts.cut(KEY, model, CALL)
-    assert not parts.too_coarse(model, observed)
+    assert not parts.unsuited(model, observed)
 
 
 def test_what_fits_as_foretold_or_is_not_cut_stays_as_it_is() -> None:
     model = deep()
     trace = static_trace_with_batch(model, CALL, CPU)
     parts = Cutting(Policy("auto", Budget(int(0.9 * floor(model)))), gpu(), CPU)
-    assert not parts.too_coarse(model, trace)
+    assert not parts.unsuited(model, trace)
     assert parts.cut(KEY, model, CALL)
     small = static_trace_with_batch(deep(), ((torch.rand(2, 3, 32, 32),), {}), CPU)
-    assert not parts.too_coarse(model, small)
+    assert not parts.unsuited(model, small)
     assert model in parts
