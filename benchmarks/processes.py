@@ -80,7 +80,13 @@ def measure(
             cwd=ROOT,
             env=environment(),
         ) as child:
-            killer = threading.Timer(seconds, child.kill)
+            late = threading.Event()
+
+            def stop() -> None:
+                late.set()
+                child.kill()
+
+            killer = threading.Timer(seconds, stop)
             killer.start()
             try:
                 _ask(child.stdin, json.dumps(request))
@@ -95,7 +101,8 @@ def measure(
         status = child.returncode
         errors.seek(0)
         end = errors.read()[-_ERROR_END:]
-    ended = f"the process ended with {status}: {end}"
+    why = f"was ended after {seconds:.0f} s" if late.is_set() else f"ended with {status}"
+    ended = f"the process {why}: {end}"
     return todo, ended if todo and status != LOST else None
 
 

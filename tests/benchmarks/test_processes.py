@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 @pytest.mark.parametrize("known", [{}, LARGE])
-def test_a_process_that_is_killed_says_so(known: dict[str, Any]) -> None:
+def test_a_process_that_takes_too_long_says_so(known: dict[str, Any]) -> None:
     kept: list[Any] = []
     left, ended = measure([CASE], known, 0.1, kept.append)
     assert left == [CASE]
     assert kept == []
-    assert "-9" in str(ended)
+    assert "ended after 0 s" in str(ended)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import pickle
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -182,6 +183,31 @@ def test_what_was_cut_too_coarsely_trains_in_finer_slices(monkeypatch: pytest.Mo
         torch.testing.assert_close(training.model.state_dict()[name], tensor)
     assert run.plan.numerics == ("sections",)
     assert run.measured is not None
+
+
+def test_what_an_optimizer_does_not_keep_lets_modules_run_in_fewer_slices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def trained(budget: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        convolve = nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)
+        features = nn.Sequential(*convolve, nn.MaxPool2d(4))
+        model = nn.Sequential(features, nn.Flatten(), nn.Linear(2048, 256))
+        x, y, steps = torch.rand(32, 3, 32, 32), torch.randint(0, 64, (32,)), 5
+        updates, losses = torch.optim.SGD(model.parameters(), lr=0.01), []
+        with nullcontext() if budget is None else belady.virtualize(model, budget) as vm:
+            for _ in range(steps):
+                losses.append(F.cross_entropy(model(x), y))
+                losses[-1].backward()
+                updates.step()
+                updates.zero_grad()
+            assert vm is None or "in 4 slices" in vm.report()
+        return losses
+
+    with caplog.at_level(logging.INFO, "belady"):
+        losses = trained(10 * MIB)
+    assert caplog.text.count("found slices") == 2
+    torch.testing.assert_close(losses, trained(None))
 
 
 def test_other_shapes_are_cut_anew_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

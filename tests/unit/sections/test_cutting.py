@@ -11,8 +11,9 @@ from torch import nn
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
 from belady.ir.sections import apply
+from belady.ir.trace import Phase
 from belady.measure.batch import static_trace_with_batch
-from belady.measure.held import trained_bytes
+from belady.measure.held import trained_bytes, with_state
 from belady.measure.stages import Policy
 from belady.planners import smallest_budget
 from belady.planners.sectioning import over_budget
@@ -29,6 +30,11 @@ CPU = torch.device("cpu")
 def deep() -> nn.Sequential:
     layers = (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
     return nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), *layers)
+
+
+def heavy(width: int = 4096) -> nn.Sequential:
+    head = nn.Flatten(), nn.Linear(512, width), nn.Linear(width, 8)
+    return nn.Sequential(deep(), nn.AdaptiveAvgPool2d(8), *head)
 
 
 KEY = (0,)
@@ -149,10 +155,6 @@ def test_slices_leave_room_for_what_an_optimizer_is_going_to_keep(
 def test_no_margin_is_asked_on_what_stays_where_there_are_no_slices_with_it(
     policy: str, cut: bool
 ) -> None:
-    def heavy() -> nn.Sequential:
-        head = nn.Flatten(), nn.Linear(512, 4096), nn.Linear(4096, 8)
-        return nn.Sequential(deep(), nn.AdaptiveAvgPool2d(8), *head)
-
     machine = replace(gpu(), allocator=Allocator(1, 0.5, 0))
     trace = static_trace_with_batch(heavy(), CALL, CPU)
     whole = smallest_budget("floor", trace, machine, Budget(1 << 40))
@@ -226,6 +228,29 @@ def test_what_needs_more_than_foretold_is_cut_finer() -> None:
     # Not for ever: at last a policy has to make do.
     assert parts.unsuited(model, observed)
     assert parts.cut(KEY, model, CALL)
+    assert not parts.unsuited(model, observed)
+
+
+@pytest.mark.parametrize(
+    ("copies", "steps", "coarser"), [(1, True, True), (2, True, False), (0, False, False)]
+)
+def test_slices_leave_no_room_for_state_that_an_optimizer_does_not_keep(
+    copies: int, steps: bool, coarser: bool
+) -> None:
+    model = heavy(256)
+    small = static_trace_with_batch(heavy(256), ((torch.rand(2, 3, 32, 32),), {}), CPU)
+    budget = floor(model) + trained_bytes(small) // 5
+    parts = Cutting(Policy("auto", Budget(budget)), gpu(), CPU)
+    assert parts.cut(KEY, model, CALL)
+    before = counts(parts)
+    last = replace(small.ops[-1], phase=Phase.OPTIMIZER if steps else Phase.BACKWARD)
+    observed = with_state(replace(small, ops=(*small.ops[:-1], last)), copies)
+    assert parts.unsuited(model, observed) is coarser
+    assert (model in parts) is not coarser
+    parts.begin(KEY, model)
+    assert parts.cut(KEY, model, CALL)
+    assert (sum(counts(parts)) < sum(before)) is coarser
+    # Once is enough.
     assert not parts.unsuited(model, observed)
 
 
