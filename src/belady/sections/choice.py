@@ -80,6 +80,12 @@ class Room:
         self._anew += spares
         return spares
 
+    def beside(self, policy: Policy, hardware: HardwareProfile, held_bytes: int) -> Beside:
+        """What sections have to fit in, where so much is known to be held before a step."""
+        state = self.stepped_bytes
+        held_bytes = max(held_bytes, state or 0)
+        return Beside(policy, hardware, held_bytes, state is not None, self.allowed)
+
 
 @dataclass(frozen=True, slots=True)
 class Beside:

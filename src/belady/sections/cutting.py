@@ -34,7 +34,6 @@ POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
 # Kinds of calls of a root that are remembered.
 _KINDS = 64
 
-
 # Puts sections of a model in force, where it is asked for them, until it is undone.
 Put = Callable[[nn.Module, Sections, Callable[[], bool]], Callable[[], None]]
 
@@ -187,10 +186,11 @@ class Cutting:
         # Nothing is lost between blocks of what is there already.
         allocator = replace(self._hardware.allocator, settled_bytes=state_bytes(trace))
         hardware = replace(self._hardware, allocator=allocator)
-        within = replace(budget, device_bytes=int(self._room.allowed * budget.device_bytes))
-        may_lack = asking != trace or self._room.allowed < 1.0
+        allowed = self._room.allowed
+        within = replace(budget, device_bytes=int(allowed * budget.device_bytes))
+        may_lack = asking != trace or allowed < 1.0
         # An optimizer that keeps nothing is rare, and what is not there yet is in no static trace.
-        state = missing_state(trace, 1) if self._room.allowed == 1.0 else 0
+        state = missing_state(trace, 1) if allowed == 1.0 else 0
         return may_lack and over_budget(asking, hardware, within) + state > 0
 
     def _share(self, module: nn.Module, call: Call) -> float:
@@ -231,8 +231,8 @@ class Cutting:
         return not self._policy.exact and self._policy.name in POLICIES
 
     def _lacks(self, module: nn.Module, trace: Trace) -> bool:
-        over = over_budget(trace, self._hardware, self._policy.budget)
-        return self._room.lacks(over) and self._forget(module)
+        lacks = self._room.lacks(over_budget(trace, self._hardware, self._policy.budget))
+        return lacks and self._forget(module)
 
     def _spares(self, module: nn.Module, trace: Trace) -> bool:
         left = [it.state_bytes for it in self._known[module].values() if it.sections]
@@ -251,9 +251,7 @@ class Cutting:
 
     @property
     def _beside(self) -> Beside:
-        room, state = self._room, self._room.stepped_bytes
-        held = max(self.held_bytes, state or 0)
-        return Beside(self._policy, self._hardware, held, state is not None, room.allowed)
+        return self._room.beside(self._policy, self._hardware, self.held_bytes)
 
     def _search(self, call: Candidate, share: float) -> Sectioning:
         asking, budget = with_workspaces(call.trace, share), self._policy.budget
@@ -265,8 +263,8 @@ class Cutting:
         if chosen is None:
             return False
         module, sections = call.module, chosen.sections
-        decided = Decided(sections, flags_of(module, sections), chosen.state_bytes)
-        self._known.setdefault(module, {})[key] = decided
+        known = self._known.setdefault(module, {})
+        known[key] = Decided(sections, flags_of(module, sections), chosen.state_bytes)
         self._said[id(module)] = [sentence(section) for section in sections]
         self._wrap(module, sections)
         return True
