@@ -37,7 +37,7 @@ class Ways:
 
     def __init__(self, case: Case, nbytes: dict[int, int]) -> None:
         self._case = case
-        self._host_bound = host_bound(case.trace)
+        self._host_bound = _is_host_bound(case.trace)
         self.nbytes = nbytes
         self.last_reads = {value: last_read(case.trace, value) for value in case.trace.saved}
         self._known: dict[int, list[tuple[dict[int, bool], Recompute | None]]] = {}
@@ -135,7 +135,7 @@ class Ways:
         return taking + sum(self._case.trace.ops[op].host_seconds for op in ops)
 
 
-def host_bound(trace: Trace) -> bool:
+def _is_host_bound(trace: Trace) -> bool:
     """Whether the device waits for the host to issue ops, rather than the other way round."""
     seconds = [(op.host_seconds, op.device_seconds) for op in trace.ops]
     # On a CPU the host issues and computes: its time is all that there is.

@@ -23,8 +23,8 @@ COPIES = (2, 1, 0)
 # it saves more time than a few more slices cost.
 ROOM = (0.85, 1.0)
 # How often sections are chosen anew where the iteration that was observed needs more than its
-# static trace said, and for how much less each time than what would have done. They are too where
-# this part of the budget was left for state that no optimizer keeps.
+# static trace said, and for how much less each time than what would have done. They are once more
+# where this part of the budget was left for state that no optimizer keeps.
 _ANEW, _LESS, _SPARE = 2, 0.98, 1 / 16
 # How far apart a budget that does and one that does not may be, where the smallest is looked for.
 _CLOSE = 1.1
@@ -72,13 +72,15 @@ class Room:
         return True
 
     def spares(self, trace: Trace, left: int) -> bool:
-        """Whether they are, as an optimizer stepped that keeps far less than ``left`` for it."""
-        if self._anew == _ANEW or all(op.phase is not Phase.OPTIMIZER for op in trace.ops):
+        """Whether they are, as an optimizer stepped that keeps far less than ``left`` for it.
+
+        Once: what it keeps is known then.
+        """
+        steps = any(op.phase is Phase.OPTIMIZER for op in trace.ops)
+        if self.stepped_bytes is not None or not steps:
             return False
         self.stepped_bytes = state_bytes(trace)
-        spares = left - self.stepped_bytes > _SPARE * self._budget
-        self._anew += spares
-        return spares
+        return left - self.stepped_bytes > _SPARE * self._budget
 
     def beside(self, policy: Policy, hardware: HardwareProfile, held_bytes: int) -> Beside:
         """What sections have to fit in, where so much is known to be held before a step."""

@@ -250,8 +250,13 @@ def test_slices_leave_no_room_for_state_that_an_optimizer_does_not_keep(
     parts.begin(KEY, model)
     assert parts.cut(KEY, model, CALL)
     assert (sum(counts(parts)) < sum(before)) is coarser
-    # Once is enough.
+    # Once is enough, and what is too coarse then is cut finer as often as ever.
     assert not parts.unsuited(model, observed)
+    large = with_workspaces(static_trace_with_batch(heavy(256), CALL, CPU), 2.0)
+    for _ in range(2):
+        assert parts.unsuited(model, large)
+        parts.begin(KEY, model)
+        assert parts.cut(KEY, model, CALL)
 
 
 def test_what_fits_as_foretold_or_is_not_cut_stays_as_it_is() -> None:
