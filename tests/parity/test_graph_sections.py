@@ -18,7 +18,7 @@ from belady.graph.session import Session
 from belady.ir.plan import Section
 from belady.ir.run import Run
 from belady.ir.trace import Source, Tier
-from belady.sections.choice import Beside
+from belady.sections.choice import Beside, Chosen
 from tests.parity.test_cutting import MIB, Wide, images, perceptron, precise_images, sequences
 from tests.parity.test_cutting import Feedforward as Perceiving
 from tests.support import training as steps
@@ -309,7 +309,7 @@ def test_kinds_of_calls_have_sections_of_their_own() -> None:
 
 
 def test_what_does_not_do_in_the_graph_is_cut_finer(monkeypatch: pytest.MonkeyPatch) -> None:
-    coarse = iter([(Section(("features.0", "features.1"), 2),)])
+    coarse = iter([Chosen((Section(("features.0", "features.1"), 2),), 0)])
     chosen = Beside.chosen
     monkeypatch.setattr(Beside, "chosen", lambda *given: next(coarse, None) or chosen(*given))
     training, _ = trained(WIDE)
