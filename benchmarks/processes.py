@@ -101,7 +101,8 @@ def measure(
         status = child.returncode
         errors.seek(0)
         end = errors.read()[-_ERROR_END:]
-    why = f"was ended after {seconds:.0f} s" if late.is_set() else f"ended with {status}"
+    limit = f"was ended after {seconds:.0f} s, its limit (--case-limit-s)"
+    why = limit if late.is_set() else f"ended with {status}"
     ended = f"the process {why}: {end}"
     return todo, ended if todo and status != LOST else None
 
