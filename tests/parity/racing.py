@@ -102,7 +102,12 @@ class Observed(NamedTuple):
             storage: weakref.ref(tensors[model][name])
             for storage, (model, name) in self.names.items()
         }
-        return Recipes(self.recipes.by_op, owners)
+        # Parameters in them are those of the models that were watched.
+        calls = [
+            [call._replace(numbers=None, alike=None) for call in calls]
+            for calls in self.recipes.calls
+        ]
+        return replace(self.recipes, owners=owners, calls=calls)
 
 
 def observed(task: Task, step: Step, device: str) -> Observed:
@@ -140,8 +145,11 @@ def random_plan(trace: Trace, kind: str, seed: int) -> Plan:
     """
     tiers = [Tier.DISK] if kind == "direct" else [Tier.HOST, Tier.DISK]
     chance = random.Random(seed)
+    kept = chance.choice([0.15, 0.5])
     assignments = [
-        Assignment(value, _decision(trace, value, tiers, chance))
+        Assignment(
+            value, Keep() if chance.random() < kept else _decision(trace, value, tiers, chance)
+        )
         for value in trace.saved
         # cuDNN saves reserves of no bytes, which cannot move.
         if trace.storages[trace.values[value].storage].nbytes > 0
@@ -166,8 +174,6 @@ def _decision(trace: Trace, index: int, tiers: list[Tier], chance: random.Random
     value = trace.values[index]
     first = value.first_save
     last = value.dropped if value.first_read is None else value.first_read
-    if chance.random() < 0.15:
-        return Keep()
     replay = cheapest(trace, index) if chance.random() < 0.5 else None
     if replay is not None:
         return replay
@@ -186,18 +192,24 @@ def _moment(first: int, last: int, chance: random.Random) -> int:
 @contextmanager
 def engine_on(training: Training, engine: Planned) -> Iterator[None]:
     """Let the engine have the saves of every call of a root, as `virtualize` does."""
-    passes = count()
-    pair = HookPair(engine.pack, engine.unpack)
+    passes, calls = count(), engine.calls
+    pair = HookPair(engine.pack if calls is None else calls.around(engine.pack), engine.unpack)
 
     def enter(*_: Any) -> None:
-        engine.enter_pass(next(passes))
+        index = next(passes)
+        engine.enter_pass(index)
+        engine.may_lift(pair)
         pair.push()
+        if calls is not None:
+            calls.enter_pass(index)
 
     def leave(*_: Any) -> None:
+        if calls is not None:
+            calls.leave_pass()
         pair.pop()
 
     handles = [model.register_forward_pre_hook(enter) for model in training.models]
-    handles += [model.register_forward_hook(leave) for model in training.models]
+    handles += [model.register_forward_hook(leave, always_call=True) for model in training.models]
     engine.start_iteration()
     try:
         yield

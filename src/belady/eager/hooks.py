@@ -47,6 +47,14 @@ class HookPair:
         """Put the pair on top."""
         _autograd._push_saved_tensors_default_hooks(*self._pair)
 
+    def lift(self) -> bool:
+        """Take the pair off if it is on top; else False."""
+        top = outer_pair()
+        if top is None or top[0] is not self._pair[0]:
+            return False
+        _autograd._pop_saved_tensors_default_hooks()
+        return True
+
     def pop(self) -> bool:
         """Take the pair off; False when it is not on this thread's stack.
 

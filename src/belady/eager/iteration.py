@@ -198,7 +198,10 @@ class Iteration:
             pack, take = watched(self.observation.recorder, pack, take)
         if self._calls is not None:
             pack = self._calls.around(pack)
-        return HookPair(aside_from_compile(pack), aside_from_compile(take))
+        pair = HookPair(aside_from_compile(pack), aside_from_compile(take))
+        if covered and self._engine is not None and self.observation is None:
+            self._engine.may_lift(pair)
+        return pair
 
 
 def _calls_of(engine: Planned | None, observation: Observation | None) -> Calls | None:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 
 from belady.eager.content import Kept
 from belady.eager.digests import Digests
+from belady.eager.following import TRUSTING, following
 from belady.eager.handles import PlannedAgain, PlannedKept, PlannedSaved, is_of
+from belady.eager.hooks import HookPair, outer_pair
 from belady.eager.replay import Recipes, Recomputed, Source, chains
-from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, tables, tiers
+from belady.eager.table import FREE, OUT, Action, Entry, actions, matches, reads, tables, tiers
 from belady.errors import PlanMismatchError
 from belady.ir.plan import Encode, Managed, Plan, Recompute
 from belady.ir.trace import Trace
@@ -31,8 +34,6 @@ from belady.memory.witness import demand_unchanged
 
 _NO_RECIPES = Recipes()
 _NEVER = sys.maxsize
-# Decisions that give back what the program saved when it was observed, and nothing else.
-_TRUSTING = (Recompute, Encode)
 
 
 class Planned:
@@ -84,18 +85,13 @@ class Planned:
         if plan.trace != trace.fingerprint:
             raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
         self._carrier, self._device = carrier, carrier.device
-        self._actions = actions(trace, plan)
-        self._chains = chains(trace, plan, recipes)
+        self._actions, self._chains = actions(trace, plan), chains(trace, plan, recipes)
         self._persistent, self._fallback = persistent, fallback
         self.digests = digests or Digests()
-        trusting = any(isinstance(it, _TRUSTING) for it in plan.decisions.values())
-        self.calls = recipes.follower() if trusting else None
         self._needed = {value for chain in self._chains.values() for value in chain.saved}
         self._tables = tables(trace, plan, self._needed)
-        self._tiers = tiers(plan)
-        self._reads = {
-            v: sum(len(save.reads) for save in trace.values[v].saves) for v in plan.decisions
-        }
+        self.calls = following(trace, plan, recipes, self._tables, self._actions)
+        self._tiers, self._reads = tiers(plan), reads(trace, plan)
         self.defaults: Counter[str] = Counter()
         self._iteration = 0
         self.on_bring: Callable[[Moved | Packed], None] | None = None
@@ -120,6 +116,11 @@ class Planned:
         """The saves that follow belong to pass ``index``."""
         self._table = self._tables[index] if index < len(self._tables) else []
         self._ordinal = 0
+
+    def may_lift(self, pair: HookPair) -> None:
+        """The hooks ``pair`` of this pass may be off while nothing needs them."""
+        if self.calls is not None and self.on_anchor is None and outer_pair() is None:
+            self.calls.may_lift(pair, partial(setattr, self, "_ordinal"))
 
     def finish_iteration(self) -> None:
         """Send out what is still due; what backward did not ask for stays out."""
@@ -181,7 +182,7 @@ class Planned:
             return PlannedKept(tensor, -1, 0)
         if self.on_anchor is not None:
             self.on_anchor(entry.boundary)
-        if self.calls is not None and self.calls.strayed and type(entry.decision) in _TRUSTING:
+        if self.calls is not None and self.calls.strayed and type(entry.decision) in TRUSTING:
             self._default("the program calls something else, or with other numbers, than observed")
             return self._fallback(tensor)
         managed = None if entry.decision is None else self._managed(tensor, entry)
@@ -212,7 +213,6 @@ class Planned:
         self.missed += 1
 
     def _content(self, tensor: torch.Tensor, entry: Entry) -> Moved | Packed | Recomputed | None:
-        storage = tensor.untyped_storage()
         known = self._live.get(entry.value)
         content = known() if known is not None else None
         if content is not None:
@@ -221,7 +221,7 @@ class Planned:
                 return content
             self._default("saved again from another storage, version or type")
             return None
-        if storage._cdata in self._persistent or not movable(tensor, self._device):
+        if tensor.untyped_storage()._cdata in self._persistent or not movable(tensor, self._device):
             self._default("cannot be moved")
             return None
         content = self._make(tensor, entry)

@@ -21,7 +21,7 @@ from belady.ir.hardware import Allocator
 from belady.ir.plan import Plan, Recompute
 from belady.ir.scratch import replay_steps
 from belady.ir.trace import Trace
-from belady.measure.calls import Call, Follower
+from belady.measure.calls import Call
 from belady.measure.recipes import Operand, Recipe
 from belady.measure.recorder import Recorder
 from belady.memory.geometry import Geometry, content_of, unseen
@@ -43,6 +43,11 @@ class Recipes:
         The calls that were known to change by then: (pass, number of the call in it).
     varying
         Where more of them are added.
+    made_in
+        The call that issued an op, as in ``expected``.
+    fresh
+        Calls that issued ops, each of which wrote bytes: their numbers are in what they made, and
+        in how nothing else lies.
     """
 
     by_op: Mapping[int, Recipe] = field(default_factory=dict)
@@ -50,6 +55,8 @@ class Recipes:
     calls: list[list[Call]] = field(default_factory=list)
     expected: frozenset[tuple[int, int]] = frozenset()
     varying: set[tuple[int, int]] = field(default_factory=set)
+    made_in: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    fresh: frozenset[tuple[int, int]] = frozenset()
 
     @classmethod
     def of(cls, recorder: Recorder, varying: set[tuple[int, int]]) -> Recipes:
@@ -57,11 +64,16 @@ class Recipes:
         if recorder.trials is None:
             return cls()
         known = recorder.trials.learner
-        return cls(recorder.trials.recipes, recorder.owners, known.passes, known.varying, varying)
-
-    def follower(self) -> Follower | None:
-        """Compares the calls of later iterations, where those observed are known."""
-        return Follower(self.calls, self.expected, self.varying) if self.calls else None
+        views = {call for op, call in known.of_op.items() if not recorder.ops[op].writes}
+        return cls(
+            recorder.trials.recipes,
+            recorder.owners,
+            known.passes,
+            known.varying,
+            varying,
+            known.of_op,
+            frozenset(known.of_op.values()) - views,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,11 @@ def tiers(plan: Plan) -> dict[int, Tier]:
     return {v: d.tier if isinstance(d, Offload) else Tier.HOST for v, d in leaving}
 
 
+def reads(trace: Trace, plan: Plan) -> dict[int, int]:
+    """How often each value that the plan decides on is read."""
+    return {v: sum(len(save.reads) for save in trace.values[v].saves) for v in plan.decisions}
+
+
 def actions(trace: Trace, plan: Plan) -> list[Action]:
     """What is to be done, in order."""
     found, together = [], _together(trace, plan)

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from belady.measure.arguments import alike_of, is_alike, numbers_of
+from belady.measure.arguments import alike_of, numbers_of
 
 _get_stack: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
-_in_backward = torch._C._current_graph_task_id
-_NO_KWARGS: dict[str, Any] = {}
+in_backward = torch._C._current_graph_task_id
 
 
 class Call(NamedTuple):
@@ -36,11 +35,14 @@ class Call(NamedTuple):
         What the arguments of a call with the same numbers usually are, see `alike_of`: most pass
         the very same objects every time, or equal integers, and to see that is several times as
         fast as to flatten them.
+    saves
+        What autograd saved meanwhile: the first ordinal of the pass, and one past the last.
     """
 
     func: Any
     numbers: list[Any] | None
     alike: tuple[Any, ...] | None
+    saves: tuple[int, int] = (0, 0)
 
 
 class Calls(TorchFunctionMode):
@@ -89,7 +91,7 @@ class Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.aside or _in_backward() != -1:
+        if self.aside or in_backward() != -1:
             return func(*args, **kwargs)
         self.begins(func, args, kwargs)
         try:
@@ -118,6 +120,8 @@ class Learner(Calls):
         The calls of each pass, in order.
     trusted
         Whether a call is under way whose numbers are not known to change.
+    of_op
+        The call that issued an op: (pass, number of the call in it).
     """
 
     def __init__(self, varying: Iterable[tuple[int, int]] = ()) -> None:
@@ -125,11 +129,30 @@ class Learner(Calls):
         self.passes: list[list[Call]] = []
         self.trusted = False
         self.varying = frozenset(varying)
+        self.of_op: dict[int, tuple[int, int]] = {}
+        self._under_way = False
+        self._saves = self._first = 0
 
     def enter_pass(self, pass_index: int) -> None:
         """See `Calls.enter_pass`."""
         self.passes.append([])
+        self._saves = 0
         super().enter_pass(pass_index)
+
+    def around(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """See `Calls.around`; saves are counted."""
+        aside = super().around(pack)
+
+        def pack_and_count(tensor: torch.Tensor) -> Any:
+            self._saves += 1
+            return aside(tensor)
+
+        return pack_and_count
+
+    def issues(self, op: int) -> None:
+        """Op ``op`` is about to be run."""
+        if self._under_way:
+            self.of_op[op] = (self._pass, len(self.passes[-1]) - 1)
 
     def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `Calls.begins`."""
@@ -137,81 +160,13 @@ class Learner(Calls):
         numbers = numbers_of(args, kwargs)
         self.trusted = numbers is not None and (self._pass, len(calls)) not in self.varying
         calls.append(Call(func, numbers, alike_of(args, kwargs)))
+        self._under_way, self._first = True, self._saves
 
     def ends(self) -> None:
         """See `Calls.ends`."""
-        self.trusted = False
-
-
-class Follower(Calls):
-    """Compares the calls of an iteration with those of one before.
-
-    Parameters
-    ----------
-    passes
-        What a `Learner` took down.
-    expected
-        The calls that it did not trust: nothing that is replayed has their numbers in it.
-    varying
-        Where calls are added whose numbers change, for the next observation.
-
-    Attributes
-    ----------
-    strayed
-        Whether the iteration under way has called something else so far.
-    """
-
-    def __init__(
-        self,
-        passes: list[list[Call]],
-        expected: frozenset[tuple[int, int]],
-        varying: set[tuple[int, int]],
-    ) -> None:
-        super().__init__()
-        self.strayed = False
-        self._passes = passes
-        self._varying = varying
-        self._expected = expected
-        self._known: list[Call] = []
-        self._next = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # As `Calls` has it, and nothing is to be done when the call returns: this is what every
-        # call of a planned forward costs.
-        if not self.aside and _in_backward() == -1:
-            self.begins(func, args, kwargs or _NO_KWARGS)
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def start_iteration(self) -> None:
-        """An iteration begins."""
-        self.strayed = False
-
-    def enter_pass(self, pass_index: int) -> None:
-        """See `Calls.enter_pass`."""
-        self._known = self._passes[pass_index] if pass_index < len(self._passes) else []
-        self._next = 0
-        super().enter_pass(pass_index)
-
-    def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `Calls.begins`."""
-        index = self._next
-        if index < 0:
-            return
-        self._next = index + 1
-        known = self._known[index] if index < len(self._known) else None
-        if known is None or (known.func is not func and known.func != func):
-            # From here on nothing says which call is which.
-            self.strayed, self._next = True, -1
-            return
-        given = (*args, *kwargs, *kwargs.values()) if kwargs else args
-        if known.alike is not None and is_alike(known.alike, given):
-            return
-        if known.numbers not in (None, numbers_of(args, kwargs)):
-            name = (self._pass, index)
-            self._varying.add(name)
-            self.strayed |= name not in self._expected
+        calls = self.passes[-1]
+        calls[-1] = calls[-1]._replace(saves=(self._first, self._saves))
+        self._under_way = self.trusted = False
 
 
 def compiled_anything() -> bool:
