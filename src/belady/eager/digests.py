@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from belady.errors import ReplayError
 from belady.ir.replay import COMPARED_ONE_IN
 from belady.memory.geometry import unseen
-from belady.memory.lanes import current_stream
+from belady.memory.streams import current_stream
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _STEPS = range(901, 1101, 2)

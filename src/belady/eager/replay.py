@@ -25,7 +25,7 @@ from belady.measure.calls import Call
 from belady.measure.recipes import Operand, Recipe
 from belady.measure.recorder import Recorder
 from belady.memory.geometry import Geometry, content_of, unseen
-from belady.memory.lanes import current_stream
+from belady.memory.streams import current_stream
 
 # Gives the bytes of a value and how many of its storage are left out before them.
 Source = Callable[[Geometry], torch.Tensor]

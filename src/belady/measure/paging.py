@@ -11,7 +11,8 @@ from belady.errors import TierFullError
 from belady.ir.hardware import Link, ManagedLinks
 from belady.ir.trace import Tier
 from belady.memory.blocks import Block, Driver, Lease
-from belady.memory.lanes import Lanes, current_stream
+from belady.memory.lanes import Lanes
+from belady.memory.streams import current_stream
 from belady.units import format_bytes
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
 from belady.memory.codecs import Encoded, decode, encode, encode_as
 from belady.memory.geometry import Geometry, content_of, unseen
-from belady.memory.lanes import current_stream
+from belady.memory.streams import current_stream
 
 
 class Moved:

@@ -1,7 +1,7 @@
 """Streams and events of a device behind one small interface.
 
 A *fence* is a point on a lane. Waiting for a fence is always an order given to a stream or to
-a worker thread; nothing here ever asks whether a fence has passed, so what happens does not
+a worker thread; nothing is decided by whether a fence has passed, so what happens does not
 depend on timing.
 """
 
@@ -17,6 +17,10 @@ from itertools import count
 import torch
 
 from belady.ir.timeline import Lane
+from belady.memory.streams import of_thread
+
+# Seconds that a thread sleeps before it asks again whether a fence has passed.
+_SHORTEST, _LONGEST = 20e-6, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,13 @@ class CudaFence(Fence):
     stream: torch.cuda.Stream
 
     def synchronize(self) -> None:
-        """Block the calling thread until the event has happened."""
-        self.event.synchronize()
+        """Block the calling thread, asleep, until the event has happened."""
+        # `event.synchronize` would spin on a core, unless the event was made to block; but of those
+        # a stream takes 56, and whoever records one more is held up until one of them has happened.
+        pause = _SHORTEST
+        while not self.event.query():  # type: ignore[no-untyped-call]
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
 
 
 class Lanes(ABC):
@@ -181,7 +190,7 @@ class CudaLanes(Lanes):
     def present(self) -> CudaFence:
         """Record an event on the current stream of the calling thread."""
         # Never cached: the user may switch streams between two calls.
-        return self._record(Lane.COMPUTE, _current(self.device.index))
+        return self._record(Lane.COMPUTE, of_thread(self.device.index))
 
     def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
         """Put it on the stream of ``lane``."""
@@ -201,7 +210,7 @@ class CudaLanes(Lanes):
     def wait(self, fence: Fence, home: Fence) -> None:
         """Order one or two streams after the event."""
         event, homely = _cuda(fence).event, _cuda(home).stream
-        current = _current(self.device.index)
+        current = of_thread(self.device.index)
         current.wait_event(event)
         if homely is not current and homely != current:
             homely.wait_event(event)
@@ -218,7 +227,7 @@ class CudaLanes(Lanes):
     def tick(self) -> object:
         """Record a timing event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(_current(self.device.index))
+        event.record(of_thread(self.device.index))
         return event
 
     def seconds(self, start: object, end: object) -> float:
@@ -231,8 +240,7 @@ class CudaLanes(Lanes):
     def _record(
         self, lane: Lane, stream: torch.cuda.Stream, ticks: tuple[object, object] | None = None
     ) -> CudaFence:
-        # `blocking`: a disk worker that synchronizes must sleep, not spin on a core.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return CudaFence(lane, next(self._orders), event, stream, ticks=ticks)
 
@@ -245,27 +253,6 @@ def _cuda(fence: Fence) -> CudaFence:
 
 _LANES: dict[torch.device, Lanes] = {}
 _LANES_LOCK = threading.Lock()
-
-
-_STREAMS: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Stream to which the calling thread's work on ``device`` goes; None on a CPU.
-
-    It is asked for at every call, as the user may switch streams between two. One object stands for
-    a stream wherever it is met, so it must not be entered as a context.
-    """
-    return _current(device.index) if device.type == "cuda" else None
-
-
-def _current(index: int) -> torch.cuda.Stream:
-    # torch makes an object each time, in several layers of Python, at every copy and wait.
-    name = torch._C._cuda_getCurrentStream(index)
-    stream = _STREAMS.get(name)
-    if stream is None:
-        stream = _STREAMS[name] = torch.cuda.current_stream(index)
-    return stream
 
 
 def resolve(device: torch.device | str) -> torch.device:

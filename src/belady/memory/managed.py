@@ -31,7 +31,8 @@ import torch
 from belady.errors import TierError
 from belady.ir.timeline import Lane
 from belady.memory.blocks import Block, Blocks, Driver, Lease
-from belady.memory.lanes import Fence, Lanes, current_stream
+from belady.memory.lanes import Fence, Lanes
+from belady.memory.streams import current_stream
 
 
 class ManagedPool:

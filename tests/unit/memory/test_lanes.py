@@ -1,67 +1,73 @@
-"""Streams are asked for each time, and met as one object; those here stand in for CUDA's."""
+"""Fences are waited for asleep, and recording them holds nobody up."""
 
 from __future__ import annotations
+
+import time
+from typing import Any
 
 import pytest
 import torch
 
+from belady.ir.timeline import Lane
 from belady.memory import lanes
-from belady.memory.lanes import current_stream
+from belady.memory.lanes import CudaFence, CudaLanes
 
-NAMES = [(0, 0, 1), (7, 0, 1), (7, 1, 1)]
-
-
-class Device:
-    """What torch says of the current streams: a name by device, and an object made each time."""
-
-    def __init__(self) -> None:
-        self.current = {0: NAMES[0], 1: NAMES[2]}
-        self.made: list[tuple[int, int, int]] = []
-
-    def name(self, index: int) -> tuple[int, int, int]:
-        return self.current[index]
-
-    def stream(self, index: int) -> object:
-        self.made.append(self.current[index])
-        return object()
+FENCES = 300
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    device = Device()
-    monkeypatch.setattr(lanes, "_STREAMS", {})
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", device.name, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", device.stream)
-    return device
+class Passing:
+    """An event that has happened when it is asked for the last of some times."""
+
+    def __init__(self, asked: int) -> None:
+        self.left = asked
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
 
 
-def test_a_cpu_has_no_stream() -> None:
-    assert current_stream(torch.device("cpu")) is None
+def fence_of(event: Passing) -> CudaFence:
+    stands_in: Any = event
+    return CudaFence(Lane.COMPUTE, 0, stands_in, stands_in)
 
 
-def test_a_switch_of_streams_is_seen_at_once(device: Device) -> None:
-    here = torch.device("cuda", 0)
-    usual = current_stream(here)
-    device.current[0] = NAMES[1]
-    side = current_stream(here)
-    assert side is not usual
-    device.current[0] = NAMES[0]
-    assert current_stream(here) is usual
-    assert device.made == NAMES[:2]
+def test_a_thread_sleeps_until_a_fence_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(lanes.time, "sleep", slept.append)
+    event = Passing(12)
+    fence_of(event).synchronize()
+    assert event.left == 0
+    assert len(slept) == 11
+    assert slept == sorted(slept)
+    assert 0 < slept[0] < slept[-1] <= 1e-3
 
 
-def test_streams_of_two_devices_are_two(device: Device) -> None:
-    device.current[0] = NAMES[1]
-    streams = [current_stream(torch.device("cuda", index)) for index in (0, 1)]
-    assert streams[0] is not streams[1]
-    assert device.made == NAMES[1:]
+def test_a_fence_that_has_passed_costs_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes.time, "sleep", pytest.fail)
+    fence_of(Passing(1)).synchronize()
 
 
 @pytest.mark.gpu
-def test_it_is_the_stream_that_torch_names() -> None:
-    here = torch.device("cuda", 0)
-    side = torch.cuda.Stream(here)  # type: ignore[no-untyped-call]
-    assert current_stream(here) == torch.cuda.current_stream(here)
-    with torch.cuda.stream(side):
-        assert current_stream(here) == side
-    assert current_stream(here) == torch.cuda.current_stream(here) != side
+def test_any_number_of_fences_is_recorded_while_the_device_is_busy() -> None:
+    device = torch.device("cuda", 0)
+    carried = CudaLanes(device)
+    source = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
+    target = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
+
+    def issue() -> float:
+        begun = time.perf_counter()
+        for _ in range(FENCES):
+            home = carried.present()
+            carried.wait(carried.copy(Lane.COPY_OUT, target, source, (home,)), home)
+        return time.perf_counter() - begun
+
+    issue()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    busy = carried.present()
+    took = issue()
+    # The device sleeps a second: had the host waited for it, it would have passed.
+    assert not busy.event.query()  # type: ignore[no-untyped-call]
+    busy.synchronize()
+    torch.cuda.synchronize()
+    assert took < 0.5
