@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from belady.ir.timeline import Cause, Held, Lane, Measured, Span, Stall
 from belady.memory.tape import END, Tape
@@ -33,10 +34,11 @@ def with_events(measured: Measured, tape: Tape) -> Measured:
         for begun in (tape.begun(copy.start),)
     ]
     anchors = [(anchor.boundary, tape.begun(anchor.tick), anchor) for anchor in tape.anchors]
+    holes = _Holes((start, end) for start, end, _ in waits)
     compute = [
         Span(Lane.COMPUTE, begun, ended, op)
         for (op, start, _), (_, end, _) in pairwise(anchors)
-        for begun, ended in _without(start, end, ((a, b) for a, b, _ in waits))
+        for begun, ended in _without(start, end, holes.within(start, end))
     ]
     host = [
         Span(Lane.HOST, tape.begun(one.host), tape.begun(two.host), one.boundary)
@@ -59,11 +61,24 @@ def with_events(measured: Measured, tape: Tape) -> Measured:
     )
 
 
+class _Holes:
+    """Times that may overlap, of which a deep network has thousands between as many anchors."""
+
+    def __init__(self, holes: Iterable[tuple[float, float]]) -> None:
+        self._holes = sorted(holes)
+        self._starts = [start for start, _ in self._holes]
+        self._reach = list(accumulate((end for _, end in self._holes), max))
+
+    def within(self, start: float, end: float) -> list[tuple[float, float]]:
+        """Those that may reach into ``start`` to ``end``, by their start."""
+        return self._holes[bisect_right(self._reach, start) : bisect_left(self._starts, end)]
+
+
 def _without(
     start: float, end: float, holes: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
-    """What is left of ``start`` to ``end`` without ``holes``."""
-    for hole_start, hole_end in sorted(holes):
+    """What is left of ``start`` to ``end`` without ``holes``, which are given by their start."""
+    for hole_start, hole_end in holes:
         if hole_end <= start or hole_start >= end:
             continue
         if hole_start > start:
