@@ -166,6 +166,15 @@ def times_saved(value: Value) -> Iterator[tuple[int, int, list[int]]]:
 
 def _where(trace: Trace, index: int, decision: Decision | None) -> tuple[int, list[Interval]]:
     """Boundary until which the value holds its storage, and the bytes held elsewhere meanwhile."""
+    # Of a replay it only matters when it runs, and to compare its ops takes longer than to ask.
+    name = _where, index, decision.at if isinstance(decision, Recompute) else decision
+    known: tuple[int, list[Interval]] | None = trace.worked_out.get(name)
+    if known is None:
+        known = trace.worked_out[name] = _found(trace, index, decision)
+    return known
+
+
+def _found(trace: Trace, index: int, decision: Decision | None) -> tuple[int, list[Interval]]:
     if isinstance(decision, Offload):
         return _offloaded(trace, index, decision)
     if isinstance(decision, Managed):

@@ -176,7 +176,8 @@ class Value:
         """Boundary at which backward first takes the value back, or None."""
         saves = self.saves
         if len(saves) == 1:
-            return min(saves[0].reads, default=None)
+            reads = saves[0].reads
+            return reads[0] if len(reads) == 1 else min(reads, default=None)
         return min((read for save in saves for read in save.reads), default=None)
 
     @property

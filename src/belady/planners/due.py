@@ -17,10 +17,11 @@ def timed(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, Recompute
     due: dict[int, int] = {}
     # A replay starts from what was produced before, so users come first here.
     for value in sorted(replays, key=lambda v: (-trace.values[v].producer, -v)):
-        at = trace.values[value].first_read or 0
-        found[value] = replace(replays[value], at=min(at, due.get(value, at)))
-        for source in sources(trace, found[value]):
-            due[source] = min(found[value].at, due.get(source, found[value].at))
+        replay, at = replays[value], trace.values[value].first_read or 0
+        at = min(at, due.get(value, at))
+        found[value] = replay if replay.at == at else replace(replay, at=at)
+        for source in sources(trace, replay):
+            due[source] = min(at, due.get(source, at))
     return found
 
 

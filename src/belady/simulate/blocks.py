@@ -93,11 +93,12 @@ def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
     a plan that moves nothing they stay where they are, and where they have to for it to fit.
     """
     beside = managed_room(trace, plan, allocator)
-    among = blocks_of(trace, plan, allocator, gradients_apart=False)
+    walk = walked(trace, plan, allocator)
+    among = blocks_of(walk, gradients_apart=False)
     here = among.reserved_bytes()
     if plan.moves_nothing:
         return InBlocks(among.most_bytes(here) + beside, False)
-    apart = blocks_of(trace, plan, allocator, gradients_apart=True)
+    apart = blocks_of(walk, gradients_apart=True)
     there, budget = apart.reserved_bytes(), plan.budget.device_bytes - beside
     saves = _needed(here, allocator) <= budget < _needed(there, allocator)
     if saves or here < there - _APART_COSTS * budget:
@@ -167,60 +168,57 @@ class _Step(NamedTuple):
     workspace: list[int]
 
 
-def blocks_of(trace: Trace, plan: Plan, allocator: Allocator, *, gradients_apart: bool) -> Blocks:
-    """The blocks of an iteration under ``plan``.
+class Walk(NamedTuple):
+    """What comes and goes in an iteration, wherever gradients are.
 
-    Parameters
+    Attributes
     ----------
-    gradients_apart
-        Whether gradients have memory of their own, which is idle while there are none.
+    lasting, gradient_bytes
+        Bytes that are there all the time, and those for gradients where they are apart.
+    steps
+        At each op and after the last, without gradients.
+    born, freed
+        Blocks of gradients by step.
     """
-    lasting, steps = _steps(trace, plan, allocator, gradients_apart)
-    found: list[_Event] = []
-    for step in steps:
-        found += ((block, 0) for block in step.freed)
-        found += step.back
-        for replay in sorted(step.replays):
-            found += _during(replay)
-        found += step.born
-        if step.workspace:
-            found += _for_now(step.workspace)
-    return Blocks(lasting, found)
+
+    lasting: int
+    gradient_bytes: int
+    steps: list[_Step]
+    born: dict[int, list[_Event]]
+    freed: dict[int, list[int]]
 
 
-def _steps(
-    trace: Trace, plan: Plan, allocator: Allocator, gradients_apart: bool
-) -> tuple[int, list[_Step]]:
-    """Bytes that are there all the time, and what goes on at each op and after the last."""
+def walked(trace: Trace, plan: Plan, allocator: Allocator) -> Walk:
+    """Go through an iteration under ``plan``."""
     end = len(trace.ops)
     steps = [_Step([], [], [], [], []) for _ in range(end + 1)]
     spans, decisions = intervals(trace, plan), plan.decisions
     issued = {value: order for order, value in enumerate(decisions)}
     spans.sort(key=lambda span: issued.get(span.value, -1))
-    lasting = _at_once(_gradients(trace, spans), end) if gradients_apart else 0
-    for block, span in enumerate(spans):
-        start, over = min(span.start, end), min(span.end, end)
-        if span.tier is not Tier.DEVICE or start >= over:
+    walk = Walk(0, _at_once(_gradients(trace, spans), end), steps, {}, {})
+    lasting = 0
+    for block, (tier, owner, value, start, over, asked, _) in enumerate(spans):
+        start, over = min(start, end), min(over, end)
+        if tier is not Tier.DEVICE or start >= over:
             continue
-        nbytes, storage = allocator.held(span.nbytes), trace.storages[span.storage]
+        nbytes, storage = allocator.held(asked), trace.storages[owner]
         gradient = storage.kind is StorageKind.GRADIENT
-        if gradient and gradients_apart:
-            # It is copied from where it was made.
-            if nbytes > _SMALL:
-                steps[start].workspace.append(nbytes)
-            continue
         if storage.persistent and not gradient:
             lasting += nbytes
             continue
-        again = decisions.get(span.value)
+        again = decisions.get(value)
         if nbytes <= _SMALL and not isinstance(again, Recompute):
             continue
+        if gradient:
+            walk.born.setdefault(start, []).append((block, nbytes))
+            walk.freed.setdefault(over, []).append(block)
+            continue
         if isinstance(again, Recompute | Encode):
-            run = _making(trace, span.value, again, allocator)
-            order = trace.values[span.value].producer
+            run = _making(trace, value, again, allocator)
+            order = trace.values[value].producer
             steps[start].replays.append(_Again(order, block, nbytes, run))
         else:
-            taken = steps[start].born if span.value < 0 else steps[start].back
+            taken = steps[start].born if value < 0 else steps[start].back
             taken.append((block, nbytes))
         steps[over].freed.append(block)
     chosen = chosen_workspaces(trace, plan)
@@ -228,7 +226,35 @@ def _steps(
         nbytes = chosen.get(index, op.workspace_bytes)
         if nbytes > _SMALL:
             steps[index].workspace.append(allocator.held(nbytes))
-    return lasting, steps
+    return walk._replace(lasting=lasting)
+
+
+def blocks_of(walk: Walk, *, gradients_apart: bool) -> Blocks:
+    """The blocks of an iteration.
+
+    Parameters
+    ----------
+    gradients_apart
+        Whether gradients have memory of their own, which is idle while there are none.
+    """
+    found: list[_Event] = []
+    for at, step in enumerate(walk.steps):
+        born, freed, workspace = step.born, step.freed, step.workspace
+        if gradients_apart:
+            # They are copied from where they were made.
+            workspace = [*(nbytes for _, nbytes in walk.born.get(at, ())), *workspace]
+        else:
+            # Those of one boundary in the order of storages.
+            born = sorted([*walk.born[at], *born]) if at in walk.born else born
+            freed = sorted([*walk.freed[at], *freed]) if at in walk.freed else freed
+        found += ((block, 0) for block in freed)
+        found += step.back
+        for replay in sorted(step.replays):
+            found += _during(replay)
+        found += born
+        if workspace:
+            found += _for_now(workspace)
+    return Blocks(walk.lasting + (walk.gradient_bytes if gradients_apart else 0), found)
 
 
 def _making(

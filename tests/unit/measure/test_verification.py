@@ -183,11 +183,12 @@ def test_no_plan_is_tried_that_is_foretold_to_be_slower_than_one_that_ran_withou
 def needing(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
     """Blocks that need so many times the peak of their plan."""
 
-    def made(_: object, plan: Plan, *__: object, gradients_apart: bool) -> Blocks:
+    def made(plan: Plan, *, gradients_apart: bool) -> Blocks:
         # As with few gradients: among the rest they leave it in pieces.
         times = most if gradients_apart else 2 * most
         return Blocks(int(times * plan.predicted_peak_bytes), [])
 
+    monkeypatch.setattr("belady.simulate.blocks.walked", lambda _, plan, *__: plan)
     monkeypatch.setattr("belady.simulate.blocks.blocks_of", made)
 
 

@@ -17,7 +17,7 @@ from belady.ir.residency import intervals
 from belady.ir.scratch import chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.simulate import blocks
-from belady.simulate.blocks import blocks_of, excess, gradient_bytes, in_blocks
+from belady.simulate.blocks import blocks_of, excess, gradient_bytes, in_blocks, walked
 from belady.simulate.stretch import LEAST, Stretch
 from tests.properties import test_recompute, test_simulate
 from tests.support.builder import OpSpec, build_trace
@@ -29,7 +29,8 @@ EXACT = Allocator(1, 0.0, 0)
 
 def reserved(trace: Trace, *assignments: Assignment, gradients_apart: bool = False) -> int:
     plan = Plan(trace.fingerprint, "made", Budget(1 << 60), assignments)
-    return blocks_of(trace, plan, EXACT, gradients_apart=gradients_apart).reserved_bytes()
+    walk = walked(trace, plan, EXACT)
+    return blocks_of(walk, gradients_apart=gradients_apart).reserved_bytes()
 
 
 def test_what_dies_makes_room_for_what_is_as_large() -> None:
@@ -101,7 +102,7 @@ def test_a_replay_makes_the_results_of_an_op_one_after_another(place: int, addre
 
 def steps_of(trace: Trace, *assignments: Assignment) -> list[blocks._Step]:
     plan = Plan(trace.fingerprint, "made", Budget(1 << 60), assignments)
-    return blocks._steps(trace, plan, EXACT, False)[1]
+    return walked(trace, plan, EXACT).steps
 
 
 def test_copies_come_back_in_the_order_of_the_plan() -> None:
@@ -308,7 +309,8 @@ def test_never_less_than_what_is_held(case: tuple) -> None:  # type: ignore[type
     allocator = Allocator(1, 0.0, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "_SMALL", 0)
-        found = blocks_of(trace, plan, allocator, gradients_apart=False).reserved_bytes()
+        walk = walked(trace, plan, allocator)
+        found = blocks_of(walk, gradients_apart=False).reserved_bytes()
     # Not `curve`: it counts what an op makes beside what a replay before it takes for a while.
     held = tier_curve(intervals(trace, plan), Tier.DEVICE, len(trace.ops), allocator)
     chosen = chosen_workspaces(trace, plan)
