@@ -42,6 +42,7 @@ class Ways:
         self.last_reads = {value: last_read(case.trace, value) for value in case.trace.saved}
         self._known: dict[int, list[tuple[dict[int, bool], Recompute | None]]] = {}
         self._replays: dict[int, Recompute] = {}
+        self._costs: dict[tuple[int, Encode | tuple[int, ...]], float] = {}
         for value in nbytes:
             replay = self.replay(value)
             if replay is not None:
@@ -114,8 +115,12 @@ class Ways:
         """Seconds for each byte that is saved, of the host or the device, whichever is busier."""
         if way is None:
             return inf
-        seconds = self._issuing(way) if self._host_bound else self._computing(value, way)
-        return seconds / (self.saved if isinstance(way, Encode) else self.nbytes)[value]
+        name = value, way if isinstance(way, Encode) else way.ops
+        if name not in self._costs:
+            seconds = self._issuing(way) if self._host_bound else self._computing(value, way)
+            nbytes = (self.saved if isinstance(way, Encode) else self.nbytes)[value]
+            self._costs[name] = seconds / nbytes
+        return self._costs[name]
 
     def _computing(self, value: int, way: Recompute | Encode) -> float:
         """Of the device; digests are taken of what is made again."""
