@@ -97,7 +97,7 @@ class Follower(Calls):
 
     def leave_pass(self) -> None:
         """See `Calls.leave_pass`."""
-        self._pair = None
+        self._pair = self._go_on_from = None
         super().leave_pass()
 
     def may_lift(self, pair: HookPair, go_on_from: Callable[[int], None]) -> None:
