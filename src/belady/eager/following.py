@@ -8,14 +8,14 @@ it, and nothing waits for it to be saved or read, autograd saves it by itself.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from belady.eager.hooks import HookPair
 from belady.eager.replay import Recipes
 from belady.eager.table import Action, Entry
 from belady.ir.plan import Encode, Plan, Recompute
-from belady.ir.trace import Trace
+from belady.ir.replay import COMPARED_ONE_IN
 from belady.measure.arguments import is_alike, numbers_of
 from belady.measure.calls import Call, Calls, in_backward
 
@@ -24,22 +24,17 @@ TRUSTING = (Recompute, Encode)
 
 _NO_KWARGS: dict[str, Any] = {}
 _HOOKED = -1
+_NOTHING = None, _HOOKED
 Name = tuple[int, int]  # of a call: its pass, and its number in it
 
 
 class Step(NamedTuple):
-    """What is known of a call.
+    """What is known of a call, and the ordinal of the first save after it where it needs no hooks.
 
-    Attributes
-    ----------
-    call
-        What its numbers have to be; None where the plan does not depend on them.
-    past
-        The ordinal of the first save after it, where it needs no hooks; else -1.
+    Else that is -1.
     """
 
-    func: Any
-    call: Call | None
+    call: Call
     past: int
 
 
@@ -70,7 +65,8 @@ class Follower(Calls):
         self._varying = varying
         self._expected = expected
         self._known: list[Step] = []
-        self._next = 0
+        self._next = self._iteration = 0
+        self._looks = False
         self._pair: HookPair | None = None
         self._go_on_from: Callable[[int], None] | None = None
 
@@ -81,13 +77,17 @@ class Follower(Calls):
         # call of a planned forward costs.
         if not self.aside and in_backward() == -1:
             past = self._follow(func, args, kwargs or _NO_KWARGS)
-            if past >= 0 and self._pair is not None and self._pair.lift():
+            # Once it has strayed, every save is compared.
+            pair = None if past < 0 or self.strayed else self._pair
+            if pair is not None and pair.lift():
                 return self._unhooked(past, func, args, kwargs or _NO_KWARGS)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def start_iteration(self) -> None:
-        """An iteration begins."""
+    def start_iteration(self, *, missed: bool) -> None:
+        """An iteration begins; the last one had a save that did not match if ``missed``."""
         self.strayed = False
+        self._iteration += 1
+        self._looks = missed or self._iteration % COMPARED_ONE_IN == 0
 
     def enter_pass(self, pass_index: int) -> None:
         """See `Calls.enter_pass`."""
@@ -103,12 +103,16 @@ class Follower(Calls):
     def may_lift(self, pair: HookPair, go_on_from: Callable[[int], None]) -> None:
         """Let ``pair`` be off during calls of this pass that do not need it.
 
+        Not in one of `COMPARED_ONE_IN` iterations, and not after one in which a save was another:
+        no call shows shapes, and where all is kept nothing else would.
+
         Parameters
         ----------
         go_on_from
             Called with the ordinal of the next save after such a call.
         """
-        self._pair, self._go_on_from = pair, go_on_from
+        if not self._looks:
+            self._pair, self._go_on_from = pair, go_on_from
 
     def _unhooked(self, past: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pair, go_on_from = self._pair, self._go_on_from
@@ -126,26 +130,22 @@ class Follower(Calls):
         if index < 0:
             return _HOOKED
         self._next = index + 1
-        known = self._known[index] if index < len(self._known) else None
-        if known is None or (known.func is not func and known.func != func):
+        call, past = self._known[index] if index < len(self._known) else _NOTHING
+        if call is None or (call.func is not func and call.func != func):
             # From here on nothing says which call is which.
             self.strayed, self._next = True, -1
             return _HOOKED
-        call = known.call
-        if call is None:
-            return known.past
         given = (*args, *kwargs, *kwargs.values()) if kwargs else args
         if call.alike is not None and is_alike(call.alike, given):
-            return known.past
+            return past
         if call.numbers not in (None, numbers_of(args, kwargs)):
             name = (self._pass, index)
             self._varying.add(name)
             self.strayed |= name not in self._expected
-        return known.past
+        return past
 
 
 def following(
-    trace: Trace,
     plan: Plan,
     recipes: Recipes,
     tables: Sequence[Sequence[Entry | None]],
@@ -163,35 +163,12 @@ def following(
     trusts = any(isinstance(it, TRUSTING) for it in plan.decisions.values())
     if not recipes.calls or not trusts:
         return None
-    asked = set(_asked(trace, plan, recipes))
     lifted = _lifted(recipes, tables, sorted({action.boundary for action in due}))
     passes = [
-        [
-            Step(
-                call.func,
-                None if (index, at) in recipes.fresh and (index, at) not in asked else call,
-                lifted.get((index, at), _HOOKED),
-            )
-            for at, call in enumerate(calls)
-        ]
+        [Step(call, lifted.get((index, at), _HOOKED)) for at, call in enumerate(calls)]
         for index, calls in enumerate(recipes.calls)
     ]
     return Follower(passes, recipes.expected, recipes.varying)
-
-
-def _asked(trace: Trace, plan: Plan, recipes: Recipes) -> Iterator[Name]:
-    """Calls with whose numbers ``plan`` stands or falls: of what is replayed or encoded."""
-    encoded = {value for value, it in plan.decisions.items() if isinstance(it, Encode)}
-    made = [trace.values[value].producer for value in encoded]
-    made += [op for it in plan.decisions.values() if isinstance(it, Recompute) for op in it.ops]
-    for op in made:
-        if op in recipes.made_in:
-            yield recipes.made_in[op]
-    saves = {(it.pass_index, it.ordinal) for v in encoded for it in trace.values[v].saves}
-    for index, calls in enumerate(recipes.calls):
-        for at, call in enumerate(calls):
-            if any((index, ordinal) in saves for ordinal in range(*call.saves)):
-                yield index, at
 
 
 def _lifted(

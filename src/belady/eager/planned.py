@@ -90,10 +90,10 @@ class Planned:
         self.digests = digests or Digests()
         self._needed = {value for chain in self._chains.values() for value in chain.saved}
         self._tables = tables(trace, plan, self._needed)
-        self.calls = following(trace, plan, recipes, self._tables, self._actions)
+        self.calls = following(plan, recipes, self._tables, self._actions)
         self._tiers, self._reads = tiers(plan), reads(trace, plan)
         self.defaults: Counter[str] = Counter()
-        self._iteration = 0
+        self._iteration = self.missed = 0
         self.on_bring: Callable[[Moved | Packed], None] | None = None
         self.on_anchor: Callable[[int], None] | None = None
         self.start_iteration()
@@ -105,7 +105,7 @@ class Planned:
         self._move_to(0)
         self.digests.start_iteration()
         if self.calls is not None:
-            self.calls.start_iteration()
+            self.calls.start_iteration(missed=self.missed > 0)
         self._table: list[Entry | None] = []
         self._ordinal = 0
         self._iteration += 1

@@ -43,11 +43,6 @@ class Recipes:
         The calls that were known to change by then: (pass, number of the call in it).
     varying
         Where more of them are added.
-    made_in
-        The call that issued an op, as in ``expected``.
-    fresh
-        Calls that issued ops, each of which wrote bytes: their numbers are in what they made, and
-        in how nothing else lies.
     """
 
     by_op: Mapping[int, Recipe] = field(default_factory=dict)
@@ -55,8 +50,6 @@ class Recipes:
     calls: list[list[Call]] = field(default_factory=list)
     expected: frozenset[tuple[int, int]] = frozenset()
     varying: set[tuple[int, int]] = field(default_factory=set)
-    made_in: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    fresh: frozenset[tuple[int, int]] = frozenset()
 
     @classmethod
     def of(cls, recorder: Recorder, varying: set[tuple[int, int]]) -> Recipes:
@@ -64,16 +57,7 @@ class Recipes:
         if recorder.trials is None:
             return cls()
         known = recorder.trials.learner
-        views = {call for op, call in known.of_op.items() if not recorder.ops[op].writes}
-        return cls(
-            recorder.trials.recipes,
-            recorder.owners,
-            known.passes,
-            known.varying,
-            varying,
-            known.of_op,
-            frozenset(known.of_op.values()) - views,
-        )
+        return cls(recorder.trials.recipes, recorder.owners, known.passes, known.varying, varying)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,6 @@ class Learner(Calls):
         The calls of each pass, in order.
     trusted
         Whether a call is under way whose numbers are not known to change.
-    of_op
-        The call that issued an op: (pass, number of the call in it).
     """
 
     def __init__(self, varying: Iterable[tuple[int, int]] = ()) -> None:
@@ -129,8 +127,6 @@ class Learner(Calls):
         self.passes: list[list[Call]] = []
         self.trusted = False
         self.varying = frozenset(varying)
-        self.of_op: dict[int, tuple[int, int]] = {}
-        self._under_way = False
         self._saves = self._first = 0
 
     def enter_pass(self, pass_index: int) -> None:
@@ -149,24 +145,19 @@ class Learner(Calls):
 
         return pack_and_count
 
-    def issues(self, op: int) -> None:
-        """Op ``op`` is about to be run."""
-        if self._under_way:
-            self.of_op[op] = (self._pass, len(self.passes[-1]) - 1)
-
     def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `Calls.begins`."""
         calls = self.passes[-1]
         numbers = numbers_of(args, kwargs)
         self.trusted = numbers is not None and (self._pass, len(calls)) not in self.varying
         calls.append(Call(func, numbers, alike_of(args, kwargs)))
-        self._under_way, self._first = True, self._saves
+        self._first = self._saves
 
     def ends(self) -> None:
         """See `Calls.ends`."""
         calls = self.passes[-1]
         calls[-1] = calls[-1]._replace(saves=(self._first, self._saves))
-        self._under_way = self.trusted = False
+        self.trusted = False
 
 
 def compiled_anything() -> bool:

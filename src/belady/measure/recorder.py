@@ -180,9 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)  # a mode cannot be taken off inside it
         op = self._begin(func, args, kwargs, gap)
         trials = self.trials if op.phase in (Phase.FORWARD, Phase.LOSS) else None
-        at, recipe = len(self.ops) - 1, None
-        if trials is not None:
-            recipe = trials.draft(at, func, args, kwargs, self._value_of)
+        recipe = trials.draft(func, args, kwargs, self._value_of) if trials is not None else None
         self.clock.start()
         called = perf_counter()
         try:
@@ -195,6 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.clock.stop()
         self._end(op, func, args, kwargs, result)
         with self.aside():
+            at = len(self.ops) - 1
             if trials is not None and recipe is not None:
                 trials.learn(at, recipe, args, kwargs, result, self._value_of)
             if self.algorithms is not None:

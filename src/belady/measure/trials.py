@@ -44,10 +44,9 @@ class Trials:
         self._cheaper: dict[int, int] = {}  # number of the run by op
 
     def draft(
-        self, op: int, func: Any, args: tuple[Any, ...], kwargs: Any, value_of: ValueOf
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, value_of: ValueOf
     ) -> Recipe | None:
-        """Recipe of op ``op``, about to be run; None if it is not to be tried."""
-        self.learner.issues(op)
+        """Recipe of a call that is about to be made; None if it is not to be tried."""
         return draft(func, args, kwargs, value_of) if self.learner.trusted else None
 
     def learn(
