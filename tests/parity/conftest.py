@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Assignment, Budget, Plan, Recompute
-from belady.ir.replay import sources
+from belady.ir.plan import Assignment, Budget, Plan
 from belady.ir.trace import Trace
-from belady.planners.replays import cheapest
 from belady.simulate import simulate
+from tests.parity.racing import every_replay
 from tests.support.training import repeatable
 
 
@@ -48,14 +47,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     def everything(
         _policy: str, trace: Trace, hardware: HardwareProfile, *_: Any, **__: Any
     ) -> Plan:
-        chosen: dict[int, Recompute] = {}
-        needed: set[int] = set()
-        for value in reversed(trace.saved):
-            replay = None if value in needed else cheapest(trace, value)
-            if replay is not None:
-                chosen[value] = replay
-                needed.update(sources(trace, replay))
-        made = tuple(Assignment(value, replay) for value, replay in chosen.items())
+        made = tuple(Assignment(value, replay) for value, replay in every_replay(trace).items())
         plan = Plan(trace.fingerprint, "replays/1", Budget(1 << 30), made)
         seconds = simulate(trace, hardware, plan).seconds
         plans.append(replace(plan, predicted_seconds=seconds))

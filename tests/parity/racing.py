@@ -20,7 +20,7 @@ from belady.eager.planned import Planned
 from belady.eager.replay import Recipes
 from belady.ir.encoding import encoding_of
 from belady.ir.plan import Assignment, Budget, Decision, Encode, Keep, Offload, Plan, Recompute
-from belady.ir.replay import reasons
+from belady.ir.replay import reasons, sources
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier, Trace
 from belady.memory.carrier import Carrier
@@ -155,6 +155,18 @@ def random_plan(trace: Trace, kind: str, seed: int) -> Plan:
         if trace.storages[trace.values[value].storage].nbytes > 0
     ]
     return legal(trace, Plan(trace.fingerprint, "random/1", Budget(ROOM), tuple(assignments)))
+
+
+def every_replay(trace: Trace, op: str = "") -> dict[int, Recompute]:
+    """All that can be made again by a replay with ``op`` in it, none from another of them."""
+    chosen: dict[int, Recompute] = {}
+    needed = set[int]()
+    for value in reversed(trace.saved):
+        replay = None if value in needed else cheapest(trace, value)
+        if replay is not None and any(f"aten.{op}" in trace.ops[it].name for it in replay.ops):
+            chosen[value] = replay
+            needed.update(sources(trace, replay))
+    return chosen
 
 
 def legal(trace: Trace, plan: Plan) -> Plan:

@@ -30,6 +30,7 @@ from tests.parity.racing import (
     ROOM,
     Observed,
     engine_on,
+    every_replay,
     hostile_carrier,
     observed,
     random_plan,
@@ -342,15 +343,7 @@ CHANGES: dict[str, tuple[Task, Any, str]] = {
 
 def all_replays(seen: Observed, op: str) -> Plan:
     """Makes again what can be, by replays with ``op`` in them."""
-    chosen: dict[int, Recompute] = {}
-    needed = set[int]()
-    for value in reversed(seen.trace.saved):
-        replay = None if value in needed else cheapest(seen.trace, value)
-        names = [seen.trace.ops[it].name for it in replay.ops] if replay is not None else []
-        if replay is not None and any(f"aten.{op}" in name for name in names):
-            chosen[value] = replay
-            needed.update(sources(seen.trace, replay))
-    made = tuple(Assignment(value, it) for value, it in chosen.items())
+    made = tuple(Assignment(value, it) for value, it in every_replay(seen.trace, op).items())
     assert made
     return Plan(seen.trace.fingerprint, "all/1", Budget(ROOM), made)
 

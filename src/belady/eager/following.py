@@ -38,6 +38,13 @@ class Step(NamedTuple):
     past: int
 
 
+class Hooks(NamedTuple):
+    """Those of a pass, and what is told the ordinal of the next save once they were off."""
+
+    pair: HookPair
+    go_on_from: Callable[[int], None]
+
+
 class Follower(Calls):
     """Compares the calls of an iteration with those of one before.
 
@@ -67,8 +74,7 @@ class Follower(Calls):
         self._known: list[Step] = []
         self._next = self._iteration = 0
         self._looks = False
-        self._pair: HookPair | None = None
-        self._go_on_from: Callable[[int], None] | None = None
+        self._hooks: Hooks | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -78,9 +84,14 @@ class Follower(Calls):
         if not self.aside and in_backward() == -1:
             past = self._follow(func, args, kwargs or _NO_KWARGS)
             # Once it has strayed, every save is compared.
-            pair = None if past < 0 or self.strayed else self._pair
-            if pair is not None and pair.lift():
-                return self._unhooked(past, func, args, kwargs or _NO_KWARGS)
+            hooks = None if past < 0 or self.strayed else self._hooks
+            if hooks is not None and hooks.pair.lift():
+                try:
+                    return func(*args, **kwargs) if kwargs else func(*args)
+                finally:
+                    hooks.pair.push()
+                    # Also after an error: what follows has the ordinals that were observed.
+                    hooks.go_on_from(past)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def start_iteration(self, *, missed: bool) -> None:
@@ -97,7 +108,7 @@ class Follower(Calls):
 
     def leave_pass(self) -> None:
         """See `Calls.leave_pass`."""
-        self._pair = self._go_on_from = None
+        self._hooks = None
         super().leave_pass()
 
     def may_lift(self, pair: HookPair, go_on_from: Callable[[int], None]) -> None:
@@ -112,17 +123,7 @@ class Follower(Calls):
             Called with the ordinal of the next save after such a call.
         """
         if not self._looks:
-            self._pair, self._go_on_from = pair, go_on_from
-
-    def _unhooked(self, past: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        pair, go_on_from = self._pair, self._go_on_from
-        assert pair is not None
-        assert go_on_from is not None
-        try:
-            return func(*args, **kwargs)
-        finally:
-            pair.push()
-            go_on_from(past)
+            self._hooks = Hooks(pair, go_on_from)
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A call is about to be made; gives `Step.past` of it, -1 once the program has strayed."""
