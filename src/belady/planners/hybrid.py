@@ -27,12 +27,15 @@ from belady.simulate.engine import iteration_seconds, kernel_seconds, simulate
 # Steps from recomputing nothing to recomputing all that can be.
 _PARTS = 64
 _STRETCHES = (inf, 2.0, 1.0)
-_RESERVES = (0.0, 2.0, 6.0)
+_RESERVES = (0.0, 2.0, 6.0, inf)
+_SPARES = (0.0, 0.01, 0.02, 0.04)
 _REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
-# Of these the first that are tried: with one that spans a block rows of replays are made once.
-_BEGUN = (32.0, 0.0)
-# Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 8, 300, 100_000
+# Reaches and reserves that are tried first: with a reach that spans a block rows of replays are
+# made once, and where nothing stays before copies have room, links carry what they can hide.
+_BEGUN = ((32.0, 0.0), (32.0, inf), (0.0, 0.0))
+# Mixes that are tried, within these: the square of how many times the ops of a trace go into the
+# last, as one takes longer the more ops there are.
+_FEWEST, _MOST, _OPS = 8, 300, 40_000
 # Of fewer tries none are left for going the same way once more, and these segments are among them.
 _FEW, _FEW_SEGMENTS = 40, 2
 # Share of the iteration below which stalls are not worth another try, and what all of it may lose
@@ -56,7 +59,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 11
+    version: int = 12
     recomputes: bool = True
 
     def __call__(
@@ -93,7 +96,7 @@ class _Search:
         self._price = min(prices)
         self.best = plans[prices.index(self._price)]
         self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, self.best))
-        self._left: float = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
+        self._left: float = max(_FEWEST, min(_MOST, (_OPS / max(1, len(case.trace.ops))) ** 2))
         self._prices: dict[Wish, float] = {}
         # Whether a plan was best because of what its replays share, and whether that leads the way.
         self._gained = self._led = False
@@ -104,6 +107,7 @@ class _Search:
             "encodes": (True, False) if mixer.ways.encodings else (True,),
             "copies_first": (False, True),
             "reserve": _RESERVES,
+            "spare": _SPARES,
         }
 
     def run(self) -> Plan:
@@ -122,12 +126,12 @@ class _Search:
         """The mix of the lowest price, from parts of all values or from segments of the network."""
         parts = _parts(self._case.trace, self._mixer)
         some, segments = parts[:: _PARTS // 4], self._segments
-        begun = [[*some, *segments], [*some[1:], *segments]]  # the first of them has no replays
+        begun = [[*some, *segments], *[[*some[1:], *segments]] * 2]  # the first has no replays
         if self._left < _FEW:
             begun = [[*some[1:], *segments[:_FEW_SEGMENTS]]]
         starts = [
-            [Wish(values, reach=reach) for values in of]
-            for of, reach in zip(begun, _BEGUN, strict=False)
+            [Wish(values, reach=reach, reserve=reserve) for values in of]
+            for of, (reach, reserve) in zip(begun, _BEGUN, strict=False)
         ]
         return self._cheapest([self._bettered(self._cheapest(it), parts) for it in starts])
 

@@ -55,12 +55,15 @@ class Wish:
         would start from what is recomputed too gets longer.
     reserve
         Bytes for copies under way rather than for kept values, in multiples of the largest value.
+        Where that is infinite nothing stays before copies have all the room that they can use.
     reach
         Most ops between a replay and the last of the first reads of all that is made again for it:
         of a recomputed value that it starts from, of what that one starts from. These are back that
         much earlier; where it would be more, ops run twice.
     copies_first
         Whether room is given to copies under way before anything that is recomputed stays.
+    spare
+        Part of the budget that is left, so that blocks fit into one another.
     encodes
         Whether those are encoded that lose less time so for each byte than by a replay.
     encoded, plain
@@ -72,6 +75,7 @@ class Wish:
     reserve: float = 0.0
     reach: float = 0.0
     copies_first: bool = False
+    spare: float = 0.0
     encodes: bool = True
     encoded: frozenset[int] = frozenset()
     plain: frozenset[int] = frozenset()
@@ -171,7 +175,7 @@ class Mixer:
         """The plan with what replays pass held for those after them; None where that cannot be."""
         case, trace, replays, moves = self._case, self._case.trace, away.replays, away.moves
         ways = passing(trace, replays) if len(trace.ops) <= _LONG else {}
-        early = held(trace, replays, ways, self.ways.nbytes, slack_of(case, plan)) if ways else ()
+        early = held(trace, replays, ways, self.ways.nbytes, slack_of(case, plan) - self._spare(wish)) if ways else ()
         if not early:
             return None
 
@@ -209,6 +213,10 @@ class Mixer:
         trace = self._case.trace.fingerprint
         return slack_of(self._case, Plan(trace, self._planner, self._case.budget, assignments))
 
+    def _spare(self, wish: Wish) -> int:
+        """Bytes of the budget that the wish leaves."""
+        return int(wish.spare * self._case.budget.device_bytes)
+
     def _begin(self, wish: Wish) -> Fitting | None:
         """All that may move away, without the replays that need too much memory."""
         wish = replace(wish, reserve=0.0, copies_first=False)
@@ -220,7 +228,7 @@ class Mixer:
         """What may move away beside what is ``kept``, without replays that need too much memory."""
         for done in range(self._repairs):
             away = self.away(wish, kept)
-            slack = self._slack(away)
+            slack = self._slack(away) - self._spare(wish)
             if slack.min(initial=0) >= 0:
                 return Fitting(wish, away, slack)
             # Little by little where that is enough; of long rows it never is.

@@ -167,9 +167,9 @@ def keep(
     slack
         Bytes left over during each op; what is kept is taken off.
     reserve
-        Bytes left untouched.
+        Bytes left untouched, of an infinite number all.
     """
-    spare = slack - np.minimum(slack, int(reserve))
+    spare = slack - np.minimum(slack, reserve)
     kept = []
     for value, (start, stop) in windows.items():
         if (spare[start:stop] >= nbytes[value]).all():
