@@ -33,9 +33,8 @@ _REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
 # Reaches and reserves that are tried first: with a reach that spans a block rows of replays are
 # made once, and where nothing stays before copies have room, links carry what they can hide.
 _BEGUN = ((32.0, 0.0), (32.0, inf), (0.0, 0.0))
-# Mixes that are tried, within these: the square of how many times the ops of a trace go into the
-# last, as one takes longer the more ops there are.
-_FEWEST, _MOST, _OPS = 8, 300, 40_000
+# Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
+_FEWEST, _MOST, _OPS = 8, 300, 150_000
 # Of fewer tries none are left for going the same way once more, and these segments are among them.
 _FEW, _FEW_SEGMENTS = 40, 2
 # Share of the iteration below which stalls are not worth another try, and what all of it may lose
@@ -96,7 +95,7 @@ class _Search:
         self._price = min(prices)
         self.best = plans[prices.index(self._price)]
         self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, self.best))
-        self._left: float = max(_FEWEST, min(_MOST, (_OPS / max(1, len(case.trace.ops))) ** 2))
+        self._left: float = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
         self._prices: dict[Wish, float] = {}
         # Whether a plan was best because of what its replays share, and whether that leads the way.
         self._gained = self._led = False
@@ -133,16 +132,21 @@ class _Search:
             [Wish(values, reach=reach, reserve=reserve) for values in of]
             for of, (reach, reserve) in zip(begun, _BEGUN, strict=False)
         ]
-        return self._cheapest([self._bettered(self._cheapest(it), parts) for it in starts])
+        found = [self._halved(self._cheapest(it), parts) for it in starts]
+        return self._bettered(self._cheapest(found))
 
-    def _bettered(self, at: Wish, parts: Sequence[frozenset[int]]) -> Wish:
-        """The mix with the part and the limits of the lowest price, found one after another."""
+    def _halved(self, at: Wish, parts: Sequence[frozenset[int]]) -> Wish:
+        """The mix with the part of the lowest price, by steps that are halved."""
         step = _PARTS // 8
         while step and at.values in parts:
             here = parts.index(at.values)
             sides = [parts[by] for by in (here - step, here + step) if 0 <= by <= _PARTS]
             at = self._cheapest([at, *(replace(at, values=values) for values in sides)])
             step //= 2
+        return at
+
+    def _bettered(self, at: Wish) -> Wish:
+        """The mix with the limits of the lowest price, found one after another."""
         for name, choices in self._limits.items():
             at = self._cheapest(_with(at, name, it) for it in choices)
         return at
