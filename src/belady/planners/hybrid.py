@@ -58,7 +58,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 12
+    version: int = 13
     recomputes: bool = True
 
     def __call__(

@@ -34,7 +34,7 @@ class Lifetime:
     """
 
     name: str = "lifetime"
-    version: int = 3
+    version: int = 4
     recomputes: bool = False
 
     def __call__(

@@ -175,7 +175,10 @@ class Mixer:
         """The plan with what replays pass held for those after them; None where that cannot be."""
         case, trace, replays, moves = self._case, self._case.trace, away.replays, away.moves
         ways = passing(trace, replays) if len(trace.ops) <= _LONG else {}
-        early = held(trace, replays, ways, self.ways.nbytes, slack_of(case, plan) - self._spare(wish)) if ways else ()
+        if not ways:
+            return None
+        slack = slack_of(case, plan) - self._spare(wish)
+        early = held(trace, replays, ways, self.ways.nbytes, slack)
         if not early:
             return None
 
