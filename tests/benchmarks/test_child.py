@@ -70,6 +70,23 @@ def test_plains_figures_of_another_version_are_worked_out_again() -> None:
     assert len(record["plain_digest"]) == 64
 
 
+def test_plain_of_another_process_is_enough_only_where_the_bits_are_its_own() -> None:
+    case = Case("vgg19", "checkpoint", device="cpu", toy=True, repeats=2, equal_steps=1)
+    known = Known({})
+    here = child._outcome(case, known)
+    assert here["equal"]
+    assert here["plain_here"]
+    there = dict(known.references[case.reference])
+    del there["plain_here"]
+    same = child._outcome(case, Known({case.reference: there}))
+    assert same["equal"]
+    assert "plain_here" not in same
+    other = child._outcome(case, Known({case.reference: there | {"plain_digest": "?"}}))
+    assert other["equal"]
+    assert other["plain_here"]
+    assert other["plain_digest"] == here["plain_digest"]
+
+
 def test_a_percentage_is_of_plains_peak() -> None:
     known = Known({})
     plain = child._outcome(CASE, known)
