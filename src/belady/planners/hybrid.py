@@ -16,11 +16,12 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import finish
 from belady.planners.lifetime import LIFETIME
-from belady.planners.mix import Away, Mixer, Wish
+from belady.planners.mix import Mixer
 from belady.planners.moves import Case
 from belady.planners.price import BEGUN, KEPT, price
 from belady.planners.segments import segmented
 from belady.planners.spread import Times, boundary_times
+from belady.planners.wish import Away, Wish
 from belady.simulate.blocks import excess
 from belady.simulate.engine import iteration_seconds, kernel_seconds, simulate
 

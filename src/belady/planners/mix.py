@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple
 
 from belady.ir import residency
 from belady.ir.legality import check
-from belady.ir.plan import Assignment, Decision, Encode, Offload, Plan, Recompute
+from belady.ir.plan import Assignment, Decision, Encode, Plan, Recompute
 from belady.ir.replay import sources
 from belady.ir.residency import offload_boundaries
 from belady.planners.base import Draft, assemble
@@ -19,6 +18,7 @@ from belady.planners.repairs import Which, bulky, heavy, light, worst
 from belady.planners.sharing import held, passing
 from belady.planners.spread import Bytes, Spread, Times, alone, held_bytes, keep, slack_of
 from belady.planners.ways import Ways
+from belady.planners.wish import Away, Wish
 
 _COPIED = "moved: the budget has no room for it meanwhile"
 _REPLAYED = "recomputed: the budget has no room for it meanwhile, and a copy would cost more"
@@ -31,54 +31,6 @@ _REPAIRS_LEAST, _REPAIRS_MOST, _REPAIR_OPS = 12, 40, 20_000
 _PASSES = 4
 # Of more ops few mixes are tried, and of each one plan, in which what stays is found at once.
 _LONG = 5_000
-
-
-@dataclass(frozen=True, slots=True)
-class Away:
-    """Values that leave the device, by copies or to be computed again, or that are encoded."""
-
-    moves: Mapping[int, Offload]
-    replays: Mapping[int, Recompute]
-    encoded: Mapping[int, Encode]
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a mix should be like.
-
-    Attributes
-    ----------
-    values
-        To be recomputed or encoded rather than copied, unless they stay.
-    stretch
-        Most that a replay may cost, in multiples of what it costs when all else is kept. One that
-        would start from what is recomputed too gets longer.
-    reserve
-        Bytes for copies under way rather than for kept values, in multiples of the largest value.
-        Where that is infinite nothing stays before copies have all the room that they can use.
-    reach
-        Most ops between a replay and the last of the first reads of all that is made again for it:
-        of a recomputed value that it starts from, of what that one starts from. These are back that
-        much earlier; where it would be more, ops run twice.
-    copies_first
-        Whether room is given to copies under way before anything that is recomputed stays.
-    spare
-        Part of the budget that is left, so that blocks fit into one another.
-    encodes
-        Whether those are encoded that lose less time so for each byte than by a replay.
-    encoded, plain
-        Those of ``values`` that are not to be recomputed in any case, or not to be encoded.
-    """
-
-    values: frozenset[int]
-    stretch: float = inf
-    reserve: float = 0.0
-    reach: float = 0.0
-    copies_first: bool = False
-    spare: float = 0.0
-    encodes: bool = True
-    encoded: frozenset[int] = frozenset()
-    plain: frozenset[int] = frozenset()
 
 
 class Fitting(NamedTuple):

@@ -12,9 +12,10 @@ from belady.ir.plan import Offload, Recompute
 from belady.ir.timeline import Cause
 from belady.ir.trace import Trace
 from belady.planners import plan
-from belady.planners.mix import Mixer, Wish
+from belady.planners.mix import Mixer
 from belady.planners.moves import Case
 from belady.planners.spread import boundary_times
+from belady.planners.wish import Wish
 from belady.simulate import simulate
 from tests.support.builder import OpSpec, build_trace
 from tests.unit.planners.nets import gpu

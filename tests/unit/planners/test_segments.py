@@ -13,11 +13,12 @@ from belady.ir.plan import Budget, Recompute
 from belady.ir.trace import Trace
 from belady.planners import plan
 from belady.planners.due import timed
-from belady.planners.mix import Mixer, Wish
+from belady.planners.mix import Mixer
 from belady.planners.moves import Case, movable
 from belady.planners.repairs import bulky, heavy, light, worst
 from belady.planners.segments import bottlenecks, segmented
 from belady.planners.spread import held_bytes
+from belady.planners.wish import Wish
 from belady.simulate import bound
 from tests.support.builder import OpSpec, build_trace
 from tests.unit.planners.nets import gpu

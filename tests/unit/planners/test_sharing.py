@@ -12,10 +12,11 @@ from belady.ir.plan import Plan, Recompute
 from belady.ir.replay import seconds_of
 from belady.ir.trace import Trace
 from belady.planners import plan
-from belady.planners.mix import Mixer, Wish
+from belady.planners.mix import Mixer
 from belady.planners.moves import Case
 from belady.planners.sharing import held, passing
 from belady.planners.spread import boundary_times
+from belady.planners.wish import Wish
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import random_trace
 from tests.unit.planners.nets import gpu
