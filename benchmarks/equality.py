@@ -24,7 +24,7 @@ def equality(case: Case, make: Make, references: dict[str, Record], cap: int | N
     references
         Plain's results by `Case.reference`; what is missing is worked out and added. So is what
         another process found where the method differs from it: plain itself has been seen to give
-        two results in processes of equal versions and cards (GoogLeNet, ResNet-152 on H100, H200).
+        two results in processes of equal torch and card (GoogLeNet, ResNet-152 on the H200).
     """
     key, found = case.reference, versions(case.device)
     where = {name: found[name] for name in ("torch", "device_name")}

@@ -19,7 +19,7 @@ def rooms(trace: Trace, allocator: Allocator, budget_bytes: int) -> list[int]:
     """Most bytes that are safe during each op within a budget; may be negative."""
     moving = allocator.peak_within(budget_bytes)
     at_rest = _without_fraction(allocator).peak_within(budget_bytes)
-    return [at_rest if still else moving for still in _still(trace)]
+    return [at_rest if still else moving for still in still_ops(trace)]
 
 
 def needed(trace: Trace, allocator: Allocator, held: Sequence[int]) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def needed(trace: Trace, allocator: Allocator, held: Sequence[int]) -> tuple[int
     held
         Bytes for each op of ``trace``, allocator rounding included.
     """
-    still = _still(trace)
+    still = still_ops(trace)
     (moving, first), (at_rest, second) = (_peak(held, still, it) for it in (False, True))
     found = [(allocator.budget_for(moving), first)]
     if at_rest:
@@ -40,10 +40,10 @@ def needed(trace: Trace, allocator: Allocator, held: Sequence[int]) -> tuple[int
 
 def moving_peak(trace: Trace, held: Sequence[int]) -> int:
     """Most bytes during an op that a fraction is asked of."""
-    return _peak(held, _still(trace), False)[0]
+    return _peak(held, still_ops(trace), False)[0]
 
 
-def _still(trace: Trace) -> list[bool]:
+def still_ops(trace: Trace) -> list[bool]:
     """Of each op whether it is of an optimizer's step after the last backward."""
     over = max(trace.last_drops.values(), default=0)
     return [op.phase is Phase.OPTIMIZER and at >= over for at, op in enumerate(trace.ops)]

@@ -6,8 +6,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from belady.ir import residency
 from belady.ir.legality import check
+from belady.ir.margin import still_ops
 from belady.ir.plan import Assignment, Decision, Encode, Plan, Recompute
 from belady.ir.replay import sources
 from belady.ir.residency import offload_boundaries
@@ -56,6 +59,7 @@ class Mixer:
         self.ways = Ways(case, {value: held_bytes(case, value) for value in movable(case.trace)})
         self._alone = alone(case.trace, self.ways.nbytes)
         self._largest = max(self.ways.nbytes.values(), default=0)
+        self._moving = 1 - np.array(still_ops(case.trace), dtype=np.int64)
         self._begun: dict[Wish, Fitting | None] = {}
         often = _REPAIR_OPS // max(1, len(case.trace.ops))
         self._repairs = max(_REPAIRS_LEAST, min(_REPAIRS_MOST, often))
@@ -97,7 +101,10 @@ class Mixer:
         return Away(offloads(trace, tier_for(self._case, others), schedules), replays, encoded)
 
     def make(self, wish: Wish, times: Times) -> list[Plan]:
-        """Plans that come near the wish; none if they need more than the budget.
+        """Plans that come near the wish; none where no repair makes it fit.
+
+        What then stays makes replays later that others start from, which may not fit any more:
+        a plan is to be checked.
 
         The second one, where there is room for it, has what replays pass held for those after them.
 
@@ -168,9 +175,9 @@ class Mixer:
         trace = self._case.trace.fingerprint
         return slack_of(self._case, Plan(trace, self._planner, self._case.budget, assignments))
 
-    def _spare(self, wish: Wish) -> int:
-        """Bytes of the budget that the wish leaves."""
-        return int(wish.spare * self._case.budget.device_bytes)
+    def _spare(self, wish: Wish) -> Bytes:
+        """Bytes of the budget that the wish leaves during each op: none where nothing moves."""
+        return int(wish.spare * self._case.budget.device_bytes) * self._moving
 
     def _begin(self, wish: Wish) -> Fitting | None:
         """All that may move away, without the replays that need too much memory."""

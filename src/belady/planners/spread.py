@@ -97,7 +97,7 @@ class Spread:
             else:
                 # What others hold until `start`, such as a residual, frees nothing before it.
                 until = self._last_anchor(start)
-            self.moves[value] = replace(move, free_at=max(move.free_at, until))
+            self.moves[value] = replace(move, free_at=until)
 
     def _copy_ends(self) -> dict[int, float]:
         """When each copy-out is expected to have ended, in the order in which they are issued."""
