@@ -126,7 +126,8 @@ class _Search:
         """The mix of the lowest price, from parts of all values or from segments of the network."""
         parts = _parts(self._case.trace, self._mixer)
         some, segments = parts[:: _PARTS // 4], self._segments
-        begun = [[*some, *segments], *[[*some[1:], *segments]] * 2]  # the first has no replays
+        replayed = [*some[1:], *segments]
+        begun = [[some[0], *replayed], replayed, replayed]
         if self._left < _FEW:
             begun = [[*some[1:], *segments[:_FEW_SEGMENTS]]]
         starts = [

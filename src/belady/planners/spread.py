@@ -84,20 +84,17 @@ class Spread:
         """
         ends = self._copy_ends()
         for value in reversed(ends):
-            move = self.moves[value]
-            if value not in self._alone:
-                continue
             start, stop = self._away(value)
-            # The engine acts at anchors: at the next one if there is room until then.
-            ended = self._next_anchor(int(np.searchsorted(self._times, ends[value])))
-            wanted = min(ended, stop - 1)
-            until = self._last_anchor(first_short(self.slack, start, wanted, self._nbytes[value]))
-            if until > start:
-                self.slack[start:until] -= self._nbytes[value]
-            else:
-                # What others hold until `start`, such as a residual, frees nothing before it.
-                until = self._last_anchor(start)
-            self.moves[value] = replace(move, free_at=until)
+            # What others hold until `start`, such as a residual, frees nothing before it.
+            until = start
+            if value in self._alone:
+                # The engine acts at anchors: at the next one if there is room until then.
+                ended = self._next_anchor(int(np.searchsorted(self._times, ends[value])))
+                wanted = min(ended, stop - 1)
+                until = max(until, first_short(self.slack, start, wanted, self._nbytes[value]))
+            until = self._last_anchor(until)
+            self.slack[start:until] -= self._nbytes[value]
+            self.moves[value] = replace(self.moves[value], free_at=until)
 
     def _copy_ends(self) -> dict[int, float]:
         """When each copy-out is expected to have ended, in the order in which they are issued."""
@@ -170,7 +167,7 @@ def keep(
     slack
         Bytes left over during each op; what is kept is taken off.
     reserve
-        Bytes left untouched, of an infinite number all.
+        Bytes left untouched; all of them where that is infinite.
     """
     spare = slack - np.minimum(slack, reserve)
     kept = []
