@@ -106,11 +106,10 @@ def test_a_solver_out_of_time_is_not_quoted(monkeypatch: pytest.MonkeyPatch) -> 
     assert "in time" in distance(run_of(trace, SLOW, "floor", least * 3 // 2)).sentence
 
 
-def test_a_page_of_a_long_trace_does_not_wait_for_it() -> None:
+def test_a_page_of_a_long_trace_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = large_run()
-    began = time.perf_counter()
+    monkeypatch.setattr("belady.report.distance.bound", lambda *_, **__: pytest.fail("asked"))
     assert f"above {HASTY}" in distance(run, longest=HASTY).sentence
-    assert time.perf_counter() - began < 0.1
 
 
 def test_thirty_thousand_ops_take_seconds_at_most() -> None:
