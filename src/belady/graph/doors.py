@@ -10,6 +10,7 @@ lifetimes hold: when it lets go of the graph, everything saved goes.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,7 +97,7 @@ def compile_joint(
         decompositions={},
     )
     try:
-        with _as_eager():
+        with _as_eager(), _room_for(module):
             compiled: Callable[..., Any] = backend(module, inputs)
     except TorchDynamoException:
         raise  # Dynamo asks itself for something
@@ -169,6 +170,21 @@ def _as_eager() -> Iterator[None]:
         for op, key, kernel in taken:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+@contextmanager
+def _room_for(module: fx.GraphModule) -> Iterator[None]:
+    """Let Python compile what AOTAutograd writes of a graph with thousands of results.
+
+    It writes one sum with a term for each, those among them that a norm over the batch writes to,
+    and Python goes down such a sum term by term (torch 2.13).
+    """
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, len(module.graph.nodes)))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _python_versions() -> list[Any]:

@@ -29,6 +29,7 @@ class Layout:
 
     storage_of: dict[fx.Node, int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
+    _works: dict[fx.Node, bool] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, joint: Joint, device: torch.device) -> Layout:
@@ -88,8 +89,12 @@ class Layout:
 
     def is_op(self, step: Step) -> bool:
         """Whether a step does work; one that only shows bytes otherwise does not."""
-        shown = [node for node in step.made if node in self.storage_of]
-        return not shown or bool(self.makes(step) or self.writes_to(step))
+        known = self._works.get(step.node)
+        if known is None:
+            shown = any(node in self.storage_of for node in step.made)
+            known = not shown or bool(self.makes(step) or self.writes_to(step))
+            self._works[step.node] = known
+        return known
 
 
 def _tensors(joint: Joint) -> Iterator[fx.Node]:

@@ -92,16 +92,17 @@ def orders_of(drawn: Drawn, plan: Plan, *, gradients_apart: bool = False) -> lis
     if plan.trace != trace.fingerprint:
         raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
     found = [(dict[int, int](), dict[int, tuple[Step, ...]]()) for _ in drawn.values]
+    lies_on, again_by = _by_value(drawn), _Steps(drawn)
     due: list[tuple[int, Act, int]] = []
     for value, decision in plan.decisions.items():
         if isinstance(decision, Managed):
             raise PlanMismatchError(
                 f"value {value}: graphs move nothing in managed memory; use engine='eager'"
             )
-        storages = _storages(drawn, value)
+        storages = _storages(drawn, lies_on, value)
         if isinstance(decision, Recompute):
             for call, storage in storages.items():
-                found[call][1][storage] = _steps(drawn, call, decision)
+                found[call][1][storage] = again_by.of(call, decision)
             continue
         for call, storage in storages.items():
             found[call][0][storage] = value
@@ -145,28 +146,36 @@ def _scarce(drawn: Drawn, plan: Plan) -> list[set[int]]:
     return found
 
 
-def _storages(drawn: Drawn, value: int) -> dict[int, int]:
+def _by_value(drawn: Drawn) -> list[dict[int, int]]:
+    """For each call, the storage of its graph that a value lies on."""
+    return [{value: storage for storage, value in of.items()} for of in drawn.values]
+
+
+def _storages(drawn: Drawn, lies_on: list[dict[int, int]], value: int) -> dict[int, int]:
     """For each call that saves the value, the storage of its graph that it lies on."""
-    calls = {save.pass_index for save in drawn.trace.values[value].saves}
-    return {
-        call: storage
-        for call in sorted(calls)
-        for storage, number in drawn.values[call].items()
-        if number == value
-    }
+    calls = sorted({save.pass_index for save in drawn.trace.values[value].saves})
+    return {call: lies_on[call][value] for call in calls if value in lies_on[call]}
 
 
-def _steps(drawn: Drawn, call: int, decision: Recompute) -> tuple[Step, ...]:
-    part = _parts_of(drawn, forward=True)[call]
-    steps, start = ops_of(drawn.parts[part]), drawn.starts[part]
-    if not all(0 <= op - start < len(steps) for op in decision.ops):
-        raise PlanMismatchError(f"ops {decision.ops} are not all of graph call {call}")
-    joint, ops = drawn.parts[part].joint, drawn.trace.ops
-    return tuple(
-        (shortcut_of(joint, steps[op - start]) if ops[op].shortcut else None)
-        or again(steps[op - start])
-        for op in decision.ops
-    )
+class _Steps:
+    """The steps of the ops of a trace, as they run again."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        self._drawn, self._parts = drawn, _parts_of(drawn, forward=True)
+        self._ops = {call: ops_of(drawn.parts[part]) for call, part in self._parts.items()}
+
+    def of(self, call: int, decision: Recompute) -> tuple[Step, ...]:
+        """Those of a replay, which are all of one call."""
+        part, steps = self._parts[call], self._ops[call]
+        start = self._drawn.starts[part]
+        if not all(0 <= op - start < len(steps) for op in decision.ops):
+            raise PlanMismatchError(f"ops {decision.ops} are not all of graph call {call}")
+        joint, ops = self._drawn.parts[part].joint, self._drawn.trace.ops
+        return tuple(
+            (shortcut_of(joint, steps[op - start]) if ops[op].shortcut else None)
+            or again(steps[op - start])
+            for op in decision.ops
+        )
 
 
 def _parts_of(drawn: Drawn, *, forward: bool) -> dict[int, int]:

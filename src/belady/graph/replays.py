@@ -61,10 +61,11 @@ def replays_of(
         if storage in wanted:
             wanted[storage][node] = None
     found: dict[int, Replay] = {}
+    forward = _Forward(joint, layout)
     pending = [*orders]
     while pending:
         storage = pending.pop()
-        replay = _replay_of(joint, layout, storage, orders[storage], wanted[storage])
+        replay = forward.replay_of(storage, orders[storage], wanted[storage])
         found[storage] = replay
         for node in replay.sources:
             behind = layout.storage_of.get(node, -1)
@@ -74,33 +75,38 @@ def replays_of(
     return found
 
 
-def _replay_of(
-    joint: Joint, layout: Layout, storage: int, ops: Iterable[Step], targets: Iterable[fx.Node]
-) -> Replay:
-    chain = {node: step for step in ops for node in step.made}
-    views = {n: s for s in joint.forward if not layout.is_op(s) for n in s.made}
-    remade = {layout.storage_of.get(node, -1) for node in chain}
-    steps: dict[Step, None] = {}
-    sources: dict[fx.Node, None] = {}
+class _Forward:
+    """What replays of one graph ask of its forward, looked up once for all of them."""
 
-    def visit(node: fx.Node) -> None:
-        step = chain.get(node)
-        if step is None and layout.storage_of.get(node, -2) in remade:
-            step = views.get(node)
-        if step is None:
-            if node not in joint.constants:
-                sources[node] = None
-        elif step not in steps:
-            for source in step.inputs:
-                visit(source)
-            steps[step] = None
+    def __init__(self, joint: Joint, layout: Layout) -> None:
+        self._joint, self._layout = joint, layout
+        self._views = {n: s for s in joint.forward if not layout.is_op(s) for n in s.made}
+        self._issued = {n: place for place, step in enumerate(joint.forward) for n in step.made}
 
-    for node in targets:
-        visit(node)
-    # What is let go meanwhile follows from the order, and that of the trace is what is counted.
-    issued = {node: place for place, step in enumerate(joint.forward) for node in step.made}
-    order = sorted(steps, key=lambda step: min(issued[node] for node in step.made))
-    return Replay(storage, tuple(order), tuple(sources), tuple(targets))
+    def replay_of(self, storage: int, ops: Iterable[Step], targets: Iterable[fx.Node]) -> Replay:
+        """The replay that makes ``targets`` on a storage again, by some of ``ops`` and views."""
+        chain = {node: step for step in ops for node in step.made}
+        remade = {self._layout.storage_of.get(node, -1) for node in chain}
+        steps: dict[Step, None] = {}
+        sources: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> None:
+            step = chain.get(node)
+            if step is None and self._layout.storage_of.get(node, -2) in remade:
+                step = self._views.get(node)
+            if step is None:
+                if node not in self._joint.constants:
+                    sources[node] = None
+            elif step not in steps:
+                for source in step.inputs:
+                    visit(source)
+                steps[step] = None
+
+        for node in targets:
+            visit(node)
+        # What is let go meanwhile follows from the order, and that of the trace is what is counted.
+        order = sorted(steps, key=lambda step: min(self._issued[node] for node in step.made))
+        return Replay(storage, tuple(order), tuple(sources), tuple(targets))
 
 
 def again(step: Step) -> Step:
