@@ -16,9 +16,9 @@ from belady.graph.placing import gradients_of
 from belady.graph.replays import again, shortcut_of
 from belady.ir.curves import curve
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Encode, Managed, Offload, Plan, Recompute
+from belady.ir.plan import Decision, Encode, Managed, Offload, Plan, Recompute
 from belady.ir.residency import offload_boundaries
-from belady.ir.trace import Phase
+from belady.ir.trace import Phase, Trace
 
 
 class Act(IntEnum):
@@ -88,17 +88,11 @@ def orders_of(drawn: Drawn, plan: Plan, *, gradients_apart: bool = False) -> lis
         If the plan is for another trace, moves a value in managed memory, or makes a value again
         from what another call has.
     """
-    trace = drawn.trace
-    if plan.trace != trace.fingerprint:
-        raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
+    _demand_possible(drawn.trace, plan)
     found = [(dict[int, int](), dict[int, tuple[Step, ...]]()) for _ in drawn.values]
     lies_on, again_by = _by_value(drawn), _Steps(drawn)
     due: list[tuple[int, Act, int]] = []
     for value, decision in plan.decisions.items():
-        if isinstance(decision, Managed):
-            raise PlanMismatchError(
-                f"value {value}: graphs move nothing in managed memory; use engine='eager'"
-            )
         storages = _storages(drawn, lies_on, value)
         if isinstance(decision, Recompute):
             for call, storage in storages.items():
@@ -106,14 +100,7 @@ def orders_of(drawn: Drawn, plan: Plan, *, gradients_apart: bool = False) -> lis
             continue
         for call, storage in storages.items():
             found[call][0][storage] = value
-        if isinstance(decision, Offload):
-            out, free, back = offload_boundaries(trace, decision)
-            due += [(out, Act.SEND, value), (free, Act.FREE, value), (back, Act.BRING, value)]
-        elif isinstance(decision, Encode):
-            due += [
-                (decision.encode_at, Act.ENCODE, value),
-                (decision.decode_at, Act.BRING, value),
-            ]
+        due += [(boundary, act, value) for boundary, act in _due(drawn.trace, decision)]
     acts = _by_part(drawn, due)
     scarce = _scarce(drawn, plan)
     # A call without a backward has nothing to do in one.
@@ -126,6 +113,26 @@ def orders_of(drawn: Drawn, plan: Plan, *, gradients_apart: bool = False) -> lis
         Orders(*found[call], acts[there], acts[back], (scarce[there], scarce[back]), apart[call])
         for call, (there, back) in enumerate(ends)
     ]
+
+
+def _demand_possible(trace: Trace, plan: Plan) -> None:
+    if plan.trace != trace.fingerprint:
+        raise PlanMismatchError(f"the plan is for trace {plan.trace}, not {trace.fingerprint}")
+    for value, decision in plan.decisions.items():
+        if isinstance(decision, Managed):
+            raise PlanMismatchError(
+                f"value {value}: graphs move nothing in managed memory; use engine='eager'"
+            )
+
+
+def _due(trace: Trace, decision: Decision) -> list[tuple[int, Act]]:
+    """What a decision does to a value that leaves the device, and at which boundaries."""
+    if isinstance(decision, Offload):
+        boundaries = offload_boundaries(trace, decision)
+        return list(zip(boundaries, (Act.SEND, Act.FREE, Act.BRING), strict=True))
+    if isinstance(decision, Encode):
+        return [(decision.encode_at, Act.ENCODE), (decision.decode_at, Act.BRING)]
+    return []
 
 
 def _scarce(drawn: Drawn, plan: Plan) -> list[set[int]]:
