@@ -237,6 +237,13 @@ class Trace:
         return tuple(op.replay for op in self.ops)
 
     @cached_property
+    def is_host_bound(self) -> bool:
+        """Whether the device waits for the host to issue ops, rather than the other way round."""
+        # On a CPU the host issues and computes: its time is all that there is.
+        issued = sum(op.host_seconds for op in self.ops)
+        return self.device != "cpu" and issued > sum(op.device_seconds for op in self.ops)
+
+    @cached_property
     def worked_out(self) -> dict[Hashable, Any]:
         """What follows from the trace and little else: planners ask for it a thousand times."""
         return {}

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from belady.ir.codecs import passes
 from belady.ir.plan import Encode, Recompute
 from belady.ir.replay import compared_share, seconds_of
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Tier
 from belady.planners.due import last_read
 from belady.planners.moves import Case, encodings
 from belady.planners.replays import cheapest
@@ -37,7 +37,7 @@ class Ways:
 
     def __init__(self, case: Case, nbytes: dict[int, int]) -> None:
         self._case = case
-        self._host_bound = _is_host_bound(case.trace)
+        self._host_bound = case.trace.is_host_bound
         self.nbytes = nbytes
         self.last_reads = {value: last_read(case.trace, value) for value in case.trace.saved}
         self._known: dict[int, list[tuple[dict[int, bool], Recompute | None]]] = {}
@@ -138,10 +138,3 @@ class Ways:
         taking = 2 * link.issue_s if link else 0.0
         ops = way.ops if isinstance(way, Recompute) else ()
         return taking + sum(self._case.trace.ops[op].host_seconds for op in ops)
-
-
-def _is_host_bound(trace: Trace) -> bool:
-    """Whether the device waits for the host to issue ops, rather than the other way round."""
-    seconds = [(op.host_seconds, op.device_seconds) for op in trace.ops]
-    # On a CPU the host issues and computes: its time is all that there is.
-    return trace.device != "cpu" and sum(it for it, _ in seconds) > sum(it for _, it in seconds)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from belady.ir.curves import curve, managed_room
 from belady.ir.margin import needed
-from belady.ir.plan import Encode, Managed, Offload, Plan, Workspace
+from belady.ir.plan import Encode, Managed, Offload, Plan
 from belady.ir.residency import intervals
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, Timeline
@@ -277,21 +277,6 @@ def _loss_bytes(trace: Trace) -> int:
         and storage.birth < backward < storage.death
         and trace.ops[storage.birth].phase is Phase.LOSS
     )
-
-
-def remarks(run: Run) -> list[str]:
-    """What the reader has to know besides."""
-    plan = run.plan
-    found = []
-    if plan.numerics:
-        found.append(f"Can change a bit of the result: {', '.join(plan.numerics)}")
-    if plan.workspace is Workspace.MEMORY:
-        found.append(
-            f"Convolutions run as they do with less workspace, {len(plan.layer_algorithms)} of "
-            "them: one setting holds for the whole iteration, also where single ones are predicted "
-            "to take more, and one algorithm for all calls of the same shapes"
-        )
-    return found + [f"Note: {note}" for note in run.notes]
 
 
 def versions(run: Run) -> str:

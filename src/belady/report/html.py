@@ -22,6 +22,7 @@ from belady.report.html_memory import HEIGHT as MEMORY_HEIGHT
 from belady.report.html_memory import memory
 from belady.report.html_summary import causes, cost, tiles
 from belady.report.html_tables import lives, modules
+from belady.report.remarks import remarks
 from belady.units import format_bytes, format_seconds, printable
 
 _AMOUNT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|[mµ]?s\b)")
@@ -39,6 +40,7 @@ def page(run: Run) -> str:
     context: dict[str, Any] = {
         "run": run,
         "facts": facts,
+        "remarks": remarks(run),
         "cost": cost(run),
         "distance": distance(run, longest=HASTY).sentence,
         "tiles": tiles(run),

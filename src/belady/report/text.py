@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from belady.ir.run import Run
 from belady.report import facts
 from belady.report.distance import distance
+from belady.report.remarks import remarks
 from belady.units import format_bytes, printable
 
 _ROWS = 12
@@ -92,7 +93,7 @@ def _outside(run: Run) -> Iterator[str]:
 
 
 def _remarks(run: Run) -> Iterator[str]:
-    yield from facts.remarks(run)
+    yield from remarks(run)
     versions = facts.versions(run)
     if versions:
         yield f"Versions: {versions}"

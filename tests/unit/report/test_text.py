@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from belady.ir.hardware import Allocator
-from belady.ir.plan import Budget, Encode, Plan, Workspace
+from belady.ir.plan import Budget, Encode, Managed, Plan, Workspace
 from belady.ir.run import Run
 from belady.ir.timeline import Lane, Measured, Moved, TierPeak
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Source, Tier, Trace
 from belady.planners import plan as make_plan
+from belady.report.remarks import remarks
 from belady.report.text import describe, printable
 from belady.simulate import simulate
+from belady.units import format_seconds
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import machine
 
@@ -71,6 +73,28 @@ def test_predicted_stands_against_measured() -> None:
         "level 1 (time, peaks, bytes and stalls), verified in iterations of 9.00 ms, 11.0 ms"
         in text
     )
+
+
+def test_whose_host_is_busy_hears_of_graphs() -> None:
+    def said(run: Run) -> bool:
+        return "try engine='auto'" in describe(run)
+
+    busy = build_trace([OpSpec(nbytes=MIB, device_us=40, host_us=90)] * 12)
+    run = run_of(trace=busy)
+    assert said(run)
+    ops = len(busy.ops)
+    seconds = format_seconds(90e-6 * ops), format_seconds(sum(it.device_seconds for it in busy.ops))
+    assert "({}) than the device to run them ({})".format(*seconds) in describe(run)
+    # Not where the device is the one that is waited for, nothing moves, nor in a graph.
+    assert not said(run_of())
+    assert not said(run_of("baseline", 1 << 40, busy))
+    graph = replace(busy, source=Source.GRAPH)
+    assert not said(run_of(trace=graph))
+    # Nor where what the plan does is not there for graphs.
+    first, *rest = run.plan.assignments
+    managed = (replace(first, decision=Managed(1, 2, 3, 4)), *rest)
+    assert remarks(run)
+    assert not remarks(replace(run, plan=replace(run.plan, assignments=managed)))
 
 
 def test_verified_and_recorded_iterations_are_named() -> None:
