@@ -9,11 +9,12 @@ themselves or not.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
+from typing import NamedTuple
 
 from belady.ir.codecs import SIGN
 from belady.ir.plan import Decision, Encode, Managed, Offload, Recompute
 from belady.ir.residency import away, times_saved
-from belady.ir.trace import Phase, Trace, Value
+from belady.ir.trace import Phase, Trace
 
 # A device that works in its own time is not held up to compare replays: one in so many is compared,
 # in turn. On a CPU each one is; where results must be exact as well, which no prediction contains.
@@ -170,7 +171,7 @@ def unavailable(trace: Trace, source: int, index: int, at: int) -> str:
 
     Decisions are not considered: this is the case in which every other value is kept.
     """
-    value, wanted = trace.values[source], trace.values[index]
+    value = trace.values[source]
     for other in trace.contents[value.storage]:
         writer = trace.values[other].producer
         if value.producer < writer < at:
@@ -179,16 +180,33 @@ def unavailable(trace: Trace, source: int, index: int, at: int) -> str:
         return ""
     if not value.saves:
         return "autograd does not save"
-    if _first_pack(value) > _first_pack(wanted):
+    its, wanted = _saved(trace, source), _saved(trace, index)
+    if its.first > wanted.first:
         return f"autograd saves only after value {index}"
-    held = any(start < at < end for start, end, _ in times_saved(value))
-    if not held or value.dropped < wanted.dropped:
-        return f"autograd lets go at {value.dropped}, before it is done with value {index}"
+    held = any(start < at < end for start, end in its.times)
+    if not held or its.dropped < wanted.dropped:
+        return f"autograd lets go at {its.dropped}, before it is done with value {index}"
     return ""
 
 
-def _first_pack(value: Value) -> tuple[int, int, int]:
-    return min((save.packed, save.pass_index, save.ordinal) for save in value.saves)
+class _Saved(NamedTuple):
+    """How long autograd holds a value: its first save in order, each time, and the last drop."""
+
+    first: tuple[int, int, int]
+    times: tuple[tuple[int, int], ...]
+    dropped: int
+
+
+def _saved(trace: Trace, index: int) -> _Saved:
+    # What all steps of a recurrent network read is saved a thousand times, and asked for in each.
+    key = _saved, index
+    known: _Saved | None = trace.worked_out.get(key)
+    if known is None:
+        value = trace.values[index]
+        first = min((save.packed, save.pass_index, save.ordinal) for save in value.saves)
+        times = tuple((start, end) for start, end, _ in times_saved(value))
+        known = trace.worked_out[key] = _Saved(first, times, value.dropped)
+    return known
 
 
 def _elsewhere(trace: Trace, source: int, at: int, decision: Decision | None) -> str:

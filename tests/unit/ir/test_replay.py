@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from belady.ir import replay
 from belady.ir.legality import check
 from belady.ir.plan import Decision, Encode, Offload, Recompute
 from belady.ir.replay import reasons, sources
-from belady.ir.trace import Phase, Save, StorageKind, Tier, Trace
+from belady.ir.residency import times_saved
+from belady.ir.trace import Phase, Save, StorageKind, Tier, Trace, Value
 from tests.support.builder import OpSpec, build_trace
 from tests.unit.ir.moments import GPU, ROOMY, plan_of
 
@@ -255,6 +258,24 @@ def test_a_source_is_saved_before_the_value() -> None:
         f"{trace.locate(2)} reads value {source}, which autograd saves only after value "
         f"{of(trace, 2)}"
     ]
+
+
+def test_a_source_that_is_saved_often_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = chain()
+    source = of(trace, 1)
+    (save,) = trace.values[source].saves
+    # As what all steps of a recurrent network read is.
+    often = with_value(trace, source, saves=tuple(replace(save, ordinal=9 + i) for i in range(99)))
+    looked_at: list[Value] = []
+
+    def counted(value: Value) -> Iterator[tuple[int, int, list[int]]]:
+        looked_at.append(value)
+        return times_saved(value)
+
+    monkeypatch.setattr(replay, "times_saved", counted)
+    for _ in range(9):
+        assert refused(often) == []
+    assert looked_at.count(often.values[source]) == 1
 
 
 def test_a_source_that_is_recomputed_too_is_made_again_by_then() -> None:
