@@ -14,7 +14,7 @@ from typing import NamedTuple
 from belady.ir.codecs import SIGN
 from belady.ir.plan import Decision, Encode, Managed, Offload, Recompute
 from belady.ir.residency import away, times_saved
-from belady.ir.trace import Phase, Trace
+from belady.ir.trace import Phase, Source, Trace
 
 # A device that works in its own time is not held up to compare replays: one in so many is compared,
 # in turn. On a CPU each one is; where results must be exact as well, which no prediction contains.
@@ -25,7 +25,12 @@ Reason = tuple[str, int]
 
 
 def compared_share(trace: Trace) -> float:
-    """Share of iterations in which one replay is compared with what was saved."""
+    """Share of iterations in which one replay is compared with what was saved.
+
+    Nothing is in a graph, where what runs in forward is what was captured.
+    """
+    if trace.source is Source.GRAPH:
+        return 0.0
     return 1.0 if trace.device == "cpu" else 1 / COMPARED_ONE_IN
 
 

@@ -59,7 +59,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 13
+    version: int = 14
     recomputes: bool = True
 
     def __call__(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from belady.ir.codecs import passes
 from belady.ir.plan import Encode, Recompute
 from belady.ir.replay import compared_share, seconds_of
-from belady.ir.trace import Tier
+from belady.ir.trace import Source, Tier
 from belady.planners.due import last_read
 from belady.planners.moves import Case, encodings
 from belady.planners.replays import cheapest
@@ -133,8 +133,12 @@ class Ways:
         return seconds_of(case.trace, way) + digests
 
     def _issuing(self, way: Recompute | Encode) -> float:
-        """Of the host, which takes the value over, and issues again what makes it."""
-        link = self._case.hardware.link(Tier.DEVICE, Tier.DEVICE)
-        taking = 2 * link.issue_s if link else 0.0
+        """Of the host, which takes the value over, and issues again what makes it.
+
+        In a graph a replay is straight-line code, and nothing is taken over for it.
+        """
+        trace, link = self._case.trace, self._case.hardware.link(Tier.DEVICE, Tier.DEVICE)
+        takes = isinstance(way, Encode) or trace.source is not Source.GRAPH
+        taking = 2 * link.issue_s if link and takes else 0.0
         ops = way.ops if isinstance(way, Recompute) else ()
-        return taking + sum(self._case.trace.ops[op].host_seconds for op in ops)
+        return taking + sum(trace.ops[op].host_seconds for op in ops)

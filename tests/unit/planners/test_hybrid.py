@@ -106,7 +106,7 @@ def test_without_replays_it_is_the_lifetime_policy() -> None:
     trace, hardware = chain(12, replayable=False), gpu()
     for budget in budgets(trace, hardware, 0.1, 0.5):
         made, copies = (plan(policy, trace, hardware, budget) for policy in ("hybrid", "lifetime"))
-        assert made == replace(copies, planner="hybrid/13")
+        assert made == replace(copies, planner="hybrid/14")
 
 
 def test_a_link_that_hides_every_copy_leaves_nothing_to_recompute() -> None:

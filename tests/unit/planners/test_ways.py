@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from belady.ir.hardware import Link
 from belady.ir.plan import Budget
+from belady.ir.trace import Source, Tier
 from belady.planners.moves import Case, movable
 from belady.planners.spread import held_bytes
 from belady.planners.ways import Ways
@@ -33,3 +37,15 @@ def test_replays_cost_what_the_busier_of_host_and_device_takes(
     ways = Ways(case, {value: held_bytes(case, value) for value in movable(trace)})
     ops = {"one op": 1, "two short ones": 4}
     assert min(ops, key=lambda it: ways.cost[written_by(trace, ops[it])]) == cheapest
+
+
+@pytest.mark.parametrize(("source", "taking"), [(Source.EAGER, 2e-3), (Source.GRAPH, 0.0)])
+def test_a_graph_takes_nothing_over_for_a_replay(source: Source, taking: float) -> None:
+    conv = OpSpec(10**8, device_us=1, host_us=50)
+    trace = replace(build_trace([conv, replace(conv, replayable=True), *[conv] * 3]), source=source)
+    memory = Link(Tier.DEVICE, Tier.DEVICE, ((1, 1e12),), 1e12, 0.0, "memory", issue_s=1e-3)
+    machine = replace(gpu(), links=(*gpu().links, memory))
+    case = Case(trace, machine, Budget(1 << 40))
+    ways = Ways(case, {value: held_bytes(case, value) for value in movable(trace)})
+    value = written_by(trace, 1)
+    assert ways.cost[value] * held_bytes(case, value) == pytest.approx(50e-6 + taking)

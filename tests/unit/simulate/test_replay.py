@@ -11,7 +11,7 @@ from belady.ir.legality import check
 from belady.ir.plan import Budget, Keep, Offload, Recompute
 from belady.ir.replay import COMPARED_ONE_IN
 from belady.ir.timeline import Cause, Lane, Span, Stall, Timeline
-from belady.ir.trace import Replay, Tier, Trace
+from belady.ir.trace import Replay, Source, Tier, Trace
 from belady.simulate import bound, simulate
 from tests.unit.simulate.cases import cpu, gpu, plan_of, trace_of
 
@@ -155,7 +155,7 @@ def test_the_bound_knows_what_no_link_carries() -> None:
 
 
 def test_digests_are_read_when_a_value_is_saved_and_when_it_is_made_again() -> None:
-    it, machine = trace(), gpu()
+    it, machine = replace(trace(), source=Source.EAGER), gpu()
     plan = plan_of(it, Keep(), Keep(), AGAIN)
     memory = Link(Tier.DEVICE, Tier.DEVICE, ((8, 8.0),), 8.0, 0.0, "memory")
     # One time in so many, on average.
@@ -164,6 +164,23 @@ def test_digests_are_read_when_a_value_is_saved_and_when_it_is_made_again() -> N
     assert each > 0
     assert (timeline.compute_seconds, timeline.replay_seconds) == (7, 2 + 2 * each)
     assert timeline.seconds == 9 + 2 * each
+
+
+def test_a_graph_has_no_digests_and_takes_nothing_over() -> None:
+    it, machine = trace(host_s=0.5), gpu()
+    plan = plan_of(it, Keep(), Keep(), AGAIN)
+    memory = Link(Tier.DEVICE, Tier.DEVICE, ((8, 8.0),), 8.0, 0.0, "memory", issue_s=0.25)
+    machine = replace(machine, links=(*machine.links, memory))
+
+    def busy(timeline: Timeline) -> float:
+        return sum(span.end_s - span.start_s for span in spans(timeline, Lane.HOST))
+
+    eager, graph = (
+        simulate(replace(it, source=by), machine, plan) for by in Source if by != "static"
+    )
+    assert graph.replay_seconds == 2 < eager.replay_seconds
+    assert busy(graph) == 7 * 0.5
+    assert busy(eager) == 7 * 0.5 + 2 * 0.25
 
 
 def test_a_shortcut_is_what_runs() -> None:
