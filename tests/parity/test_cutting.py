@@ -36,17 +36,17 @@ class Wide(nn.Module):
     def __init__(self, *between: nn.Module) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 32, 3, padding=1),
+            nn.Conv2d(3, 16, 3, padding=1),
             nn.ReLU(inplace=True),
             *between,
-            nn.Conv2d(32, 32, 3, padding=1),
+            nn.Conv2d(16, 16, 3, padding=1),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(4),
-            nn.Conv2d(32, 32, 3, padding=1),
+            nn.Conv2d(16, 16, 3, padding=1),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(4),
         )
-        self.head = nn.Linear(32 * 16, 10)
+        self.head = nn.Linear(16 * 16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x).flatten(1))
@@ -115,7 +115,7 @@ def precise_images(size: int, generator: torch.Generator) -> tuple[Tensor, Tenso
 
 WIDE = Task("wide", lambda: [Wide()], images)
 CHAIN = Task(
-    "chain", lambda: [nn.Sequential(*Wide().features, nn.Flatten(1), nn.Linear(512, 10))], images
+    "chain", lambda: [nn.Sequential(*Wide().features, nn.Flatten(1), nn.Linear(256, 10))], images
 )
 # AdamW makes of a gradient near zero a whole step, and so of its rounding: not of this one's.
 DROPPING = Task("wide with dropout", lambda: [Wide(nn.Dropout(0.2)).double()], precise_images)
@@ -174,7 +174,7 @@ def test_a_budget_below_one_op_trains_in_slices(policy: str, task: Task) -> None
 
 
 def test_what_was_cut_too_coarsely_trains_in_finer_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    observed = iter([4 * MIB])
+    observed = iter([2 * MIB])
     monkeypatch.setattr(cutting, "over_budget", lambda *_: next(observed, 0))
     training, run = trained(int(needed("floor") * 0.6), "auto", WIDE, range(9))
     assert list(observed) == []
@@ -211,13 +211,13 @@ def test_what_an_optimizer_does_not_keep_lets_modules_run_in_fewer_slices(
 
 
 def test_other_shapes_are_cut_anew_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    observed = iter([0, 4 * MIB])
+    observed = iter([0, 2 * MIB])
     monkeypatch.setattr(cutting, "over_budget", lambda *_: next(observed, 0))
     training = Training(WIDE)
     features = training.model.get_submodule("features")
     with belady.virtualize(training.models, int(needed("floor") * 0.6)):
         for index in range(4):
-            for size in (32, 33):
+            for size in (8, 9):
                 x, y = training.batch(index, size)
                 loss = training.task.loss(training.model(x), y)
                 assert "forward" in vars(features)
@@ -446,7 +446,7 @@ class Heavy(Wide):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 10))
+        self.head = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 10))
 
 
 def test_what_fits_but_not_beside_the_optimizers_state_is_cut() -> None:

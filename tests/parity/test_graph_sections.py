@@ -87,7 +87,7 @@ def precise_sequences(size: int, generator: torch.Generator) -> tuple[Tensor, Te
 WIDE = Task("like a VGG", lambda: [Wide().double()], precise_images)
 CHAIN = Task(
     "a root that is cut itself",
-    lambda: [nn.Sequential(*Wide().features, nn.Flatten(1), nn.Linear(512, 10)).double()],
+    lambda: [nn.Sequential(*Wide().features, nn.Flatten(1), nn.Linear(256, 10)).double()],
     precise_images,
 )
 DROPPING = Task("with dropout", lambda: [Wide(nn.Dropout(0.2)).double()], precise_images)
