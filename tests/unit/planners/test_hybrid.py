@@ -85,12 +85,12 @@ def test_a_chain_of_cheap_ops_takes_little_more_than_it_must(share: float) -> No
 @pytest.mark.parametrize(
     ("trace", "hardware"),
     [
-        (chain(12), gpu(link_rate=1e9)),
-        (chain(12), gpu(link_rate=1e12)),
-        (chain(12, device="cpu"), cpu()),
+        (chain(8), gpu(link_rate=1e9)),
+        (chain(8), gpu(link_rate=1e12)),
+        (chain(8, device="cpu"), cpu()),
         (net(VGG), gpu(disk=True)),
-        (random_trace(3, 120), gpu(link_rate=1e10)),
-        (random_trace(4, 120, device="cpu"), cpu()),
+        (random_trace(3, 80), gpu(link_rate=1e10)),
+        (random_trace(4, 80, device="cpu"), cpu()),
     ],
     ids=["slow link", "fast link", "cpu", "vgg", "random", "random on a cpu"],
 )
