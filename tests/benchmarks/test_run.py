@@ -19,6 +19,7 @@ from benchmarks.plot import points
 from benchmarks.processes import grouped
 from benchmarks.run import after_caps, in_rounds
 from benchmarks.suites import SUITES
+from tests.benchmarks.ended import status_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +97,9 @@ def test_a_cap_of_another_setting_is_another() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
+def test_all_of_it_at_toy_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.jsonl"
     arguments = (
         "frontier", out, "--toy", "--workload", "vgg19", "--precision", "fp32", "--ladder", 95, 91,
@@ -115,8 +118,9 @@ def test_all_of_it_at_toy_size(tmp_path: Path) -> None:
         "plain", "belady:auto", "belady:auto, in slices", "bound (eager, uncut)", "checkpoint",
     }  # fmt: skip
     _ours_ran_at_the_peers_cap(found)
-    benchmarks("plot", out, "-o", tmp_path / "out.svg")
-    again = benchmarks(*arguments)
+    assert status_of(["plot", str(out), "-o", str(tmp_path / "out.svg")], monkeypatch) == 0
+    assert status_of([*map(str, arguments)], monkeypatch) == 0
+    again = capsys.readouterr().out
     assert "are in" in again
     assert "left out, as trl passed no cap: vgg19" in again
     assert records.read(out) == found
