@@ -113,6 +113,9 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    # Of what is left, a seventh of the time of a test that captures graphs; cycles are few, and the
+    # tests of what is let go of collect themselves.
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
