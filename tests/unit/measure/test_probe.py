@@ -6,7 +6,7 @@ import os
 import stat
 import time
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,7 @@ def check_link(link: Link) -> None:
 
 
 def test_cpu(cache: Path, tmp_path: Path) -> None:
-    start = time.perf_counter()
     profile = probe(CPU, spill_dir=str(tmp_path))
-    assert time.perf_counter() - start < 5  # 3 s on a machine with nothing else to do
     assert loads(HardwareProfile, dumps(profile)) == profile
     assert profile.device == "cpu"
     assert profile.capacity(Tier.DEVICE) > 1 << 28
@@ -222,6 +220,21 @@ def test_disk_leaves_nothing(tmp_path: Path) -> None:
     assert (write.source, write.target) == (read.target, read.source) == (Tier.HOST, Tier.DISK)
     assert [size for size, _ in write.curve] == [1 << 20, 2 << 20]
     assert (arena.used_bytes, store.used_bytes) == (0, 0)
+    store.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(("step", "sizes"), [(0.01, 4), (0.03, 2), (0.1, 1)])
+def test_the_slower_a_disk_the_less_is_moved(
+    step: float, sizes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = (step * n for n in count())
+    monkeypatch.setattr(rates, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(rates, "DISK_SIZES", (1, 2, 3))
+    arena, store = HostArena(None, pin=False), DiskStore(str(tmp_path))
+    # Each of three tries of a page, and of one try of each size, asks for the time thrice.
+    for link in rates.disk_links(store, arena, Tier.HOST, 4 << 10):
+        assert [size for size, _ in link.curve] == [1, 2, 3, 4 << 10][:sizes]
     store.close()
     arena.close()
 
