@@ -97,6 +97,7 @@ class _Builder:
         self.writes: list[list[int]] = [[] for _ in range(self.end)]
         self.mutates: set[int] = set()
         self.parameters: dict[int, int] = {}
+        self.weights: set[int] = set()
         self.inputs: dict[int, list[int]] = {}
         self.taken_back: dict[int, list[int]] = {}
         self.saved = 0
@@ -182,6 +183,7 @@ class _Builder:
         if spec.parameter_bytes:
             weight = self.new(spec.parameter_bytes, StorageKind.PARAMETER, -1)
             self.parameters[op] = weight
+            self.weights.add(weight)
             self.read(op, weight, holds=True)
             self.save(op, weight, as_input=True)
 
@@ -219,7 +221,6 @@ class _Builder:
         spec, back = self.specs[forward], index >= len(self.specs)
         phase = Phase.BACKWARD if back else Phase.LOSS if loss else Phase.FORWARD
         seconds = spec.device_us * (2e-6 if back else 1e-6)
-        weights = self.parameters.values()
         algorithms: tuple[Algorithm, ...] = ()
         if spec.lean_algorithm and not back:
             algorithms = (
@@ -238,7 +239,7 @@ class _Builder:
             reads=tuple(self.reads[index]),
             writes=tuple(self.writes[index]),
             mutates=index in self.mutates,
-            batch_dims=tuple(None if v in weights else 0 for v in self.reads[index]),
+            batch_dims=tuple(None if v in self.weights else 0 for v in self.reads[index]),
             forward_op=forward if back else None,
             algorithms=algorithms,
             replayable=spec.replayable and not back,
