@@ -24,10 +24,6 @@ from belady.demo.comparison import spill_folder
 from belady.errors import InfeasibleBudgetError
 from belady.planners import hybrid
 
-# Enough saved bytes to tell them from what the process needs otherwise.
-digits.IMAGE = 32
-# A plan is as legal, and saves as much, after 40 mixes as after 300.
-hybrid._MOST = 40
 _SAMPLE_SECONDS = 0.001
 
 
@@ -56,6 +52,11 @@ class Sampler:
 
 
 def main() -> None:
+    # Not where this is only imported, as pytest does of every file.
+    # Enough saved bytes to tell them from what the process needs otherwise.
+    digits.IMAGE = 32
+    # A plan is as legal, and saves as much, after 40 mixes as after 300.
+    hybrid._MOST = 40
     for name in ("sklearn.datasets", "torch._dynamo"):
         importlib.import_module(name)
     for line in sys.stdin:
