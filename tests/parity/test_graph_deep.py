@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import ItemsView, Iterator
+from collections.abc import Callable, ItemsView, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,16 +131,27 @@ def test_code_is_written_in_proportion_to_a_graph(
         assert looks(every) == looks(some)
 
 
-def test_a_sum_of_thousands_of_terms_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced(count: int, monkeypatch: pytest.MonkeyPatch, backend: Callable[..., Any]) -> Any:
+    """What stands in the place of AOTAutograd gives for a graph of so many inputs."""
     graph = fx.Graph()
-    graph.output([graph.placeholder(f"x{number}") for number in range(5000)])
+    graph.output([graph.placeholder(f"x{number}") for number in range(count)])
+    monkeypatch.setattr(doors, "aot_autograd", lambda **_: backend)
+    before = sys.getrecursionlimit()
+    module: Any = SimpleNamespace(graph=graph)
+    found = doors.compile_joint(module, (), Compilers())
+    assert sys.getrecursionlimit() == before
+    return found
+
+
+def test_a_sum_of_thousands_of_terms_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     # As torch 2.13 writes of the results of a graph which of them are tensors.
     text = " + ".join(["([x] if x else [])"] * 5000)
-    monkeypatch.setattr(doors, "aot_autograd", lambda **_: lambda *_: compile(text, "", "eval"))
-    before = sys.getrecursionlimit()
-    module: Any = fx.GraphModule({}, graph)
-    assert eval(doors.compile_joint(module, (), Compilers()), {"x": 0}) == []
-    assert sys.getrecursionlimit() == before
+    code = traced(5000, monkeypatch, lambda *_: compile(text, "", "eval"))
+    assert eval(code, {"x": 0}) == []
+
+
+def test_a_stack_is_not_gone_down_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced(20_000, monkeypatch, lambda *_: sys.getrecursionlimit()) == 15_000
 
 
 class Compilers:

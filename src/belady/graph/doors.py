@@ -47,6 +47,9 @@ _configured = torch._dynamo.config.patch(
     skip_nnmodule_hook_guards=False, recompile_limit=256, accumulated_recompile_limit=1024
 )
 
+# Python compiles what is three times as deep; twice that is more than a stack of 8 MiB holds.
+_DEEPEST = 15_000
+
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 _AUTOGRAD = torch._C.DispatchKey.Autograd
@@ -180,7 +183,7 @@ def _room_for(module: fx.GraphModule) -> Iterator[None]:
     and Python goes down such a sum term by term (torch 2.13).
     """
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, len(module.graph.nodes)))
+    sys.setrecursionlimit(max(before, min(len(module.graph.nodes), _DEEPEST)))
     try:
         yield
     finally:
