@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from belady.errors import PlanMismatchError
 from belady.graph.code import Code, NodeNames
 from belady.graph.joint import Joint, Step
 from belady.graph.orders import Orders
@@ -105,12 +106,15 @@ class Body:
     def demand(self, node: fx.Node) -> str:
         """Have a node defined; what only shows bytes is made where it is first needed. Its name."""
         # By hand: what is made again can start from a row of hundreds that are.
-        pending = [node]
+        pending, opened = [node], set[fx.Node]()
         while pending:
             needed = pending[-1]
             behind = () if needed in self.defined else self._behind(needed)
             missing = [source for source in behind if source not in self.defined]
             if missing:
+                if needed in opened:
+                    raise PlanMismatchError(f"{needed.name} is to be made again from itself")
+                opened.add(needed)
                 pending += reversed(missing)
                 continue
             pending.pop()

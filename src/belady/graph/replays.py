@@ -90,7 +90,10 @@ class _Forward:
         steps: dict[Step, None] = {}
         sources: dict[fx.Node, None] = {}
 
-        def visit(node: fx.Node) -> None:
+        # By hand: between two ops there may be any number of views.
+        pending = [*targets][::-1]
+        while pending:
+            node = pending.pop()
             step = chain.get(node)
             if step is None and self._layout.storage_of.get(node, -2) in remade:
                 step = self._views.get(node)
@@ -98,12 +101,8 @@ class _Forward:
                 if node not in self._joint.constants:
                     sources[node] = None
             elif step not in steps:
-                for source in step.inputs:
-                    visit(source)
                 steps[step] = None
-
-        for node in targets:
-            visit(node)
+                pending += reversed(step.inputs)
         # What is let go meanwhile follows from the order, and that of the trace is what is counted.
         order = sorted(steps, key=lambda step: min(self._issued[node] for node in step.made))
         return Replay(storage, tuple(order), tuple(sources), tuple(targets))

@@ -26,10 +26,11 @@ def remarks(run: Run) -> list[str]:
 
 
 def _has_hooks(run: Run) -> bool:
-    """Whether the eager engine does what graphs could do too."""
+    """Whether the eager engine does what graphs could do too, as far as is known."""
     decisions = run.plan.decisions.values()
-    graphs = not any(isinstance(it, Managed) for it in decisions)
-    return bool(decisions) and graphs and run.trace.source is Source.EAGER
+    refused = any(isinstance(it, Managed) for it in decisions)
+    refused |= any(note.startswith("engine='eager'") for note in run.notes)
+    return bool(decisions) and not refused and run.trace.source is Source.EAGER
 
 
 def _busy_host(run: Run) -> str:
