@@ -113,7 +113,10 @@ class Body:
             missing = [source for source in behind if source not in self.defined]
             if missing:
                 if needed in opened:
-                    raise PlanMismatchError(f"{needed.name} is to be made again from itself")
+                    raise PlanMismatchError(
+                        f"{needed.name} is to be made again from itself: the plan is for another "
+                        "graph, make a new one"
+                    )
                 opened.add(needed)
                 pending += reversed(missing)
                 continue

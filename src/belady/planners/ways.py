@@ -9,7 +9,7 @@ from types import MappingProxyType
 from belady.ir.codecs import passes
 from belady.ir.plan import Encode, Recompute
 from belady.ir.replay import compared_share, seconds_of
-from belady.ir.trace import Source, Tier
+from belady.ir.trace import Tier
 from belady.planners.due import last_read
 from belady.planners.moves import Case, encodings
 from belady.planners.replays import cheapest
@@ -135,10 +135,10 @@ class Ways:
     def _issuing(self, way: Recompute | Encode) -> float:
         """Of the host, which takes the value over, and issues again what makes it.
 
-        In a graph a replay is straight-line code, and nothing is taken over for it.
+        Where no replay is compared, as in a graph, nothing is taken over for one.
         """
         trace, link = self._case.trace, self._case.hardware.link(Tier.DEVICE, Tier.DEVICE)
-        takes = isinstance(way, Encode) or trace.source is not Source.GRAPH
+        takes = isinstance(way, Encode) or compared_share(trace) > 0
         taking = 2 * link.issue_s if link and takes else 0.0
         ops = way.ops if isinstance(way, Recompute) else ()
         return taking + sum(trace.ops[op].host_seconds for op in ops)
