@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from belady.errors import TraceError
 from belady.graph import doors
 from belady.graph.capture import Captured
+from belady.graph.casts import Remembered
 from belady.memory.carrier import Carrier
 from tests.parity.graphs import PlannedHost
 from tests.parity.racing import random_plan
@@ -80,7 +81,8 @@ def differentiated(sample: Sample, carrier: Carrier | None) -> list[Tensor]:
     function: Any = call
     tensors = [leaves[place] for place in places]
     if carrier is not None:
-        graph = Captured(PlannedHost([], carrier, lambda trace: random_plan(trace, "direct", 3)))
+        host = PlannedHost([], carrier, lambda trace: random_plan(trace, "direct", 3))
+        graph = Captured(host, Remembered(frozenset(), torch.bfloat16))
         function = aot_function(
             call,
             fw_compiler=graph.forward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,48 +80,59 @@ def missing() -> frozenset[int]:
     return found
 
 
-def when_joined(
-    places: Sequence[int], gradients: Sequence[torch.Tensor], tell: Callable[[], None]
-) -> list[RemovableHandle]:
-    """Call ``tell`` where gradients of the backward under way are not all that their tensors get.
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Calls ``tell`` where gradients of the backward under way are not all that their tensors get.
 
-    Parameters
+    Attributes
     ----------
-    places
-        Of the gradients, among the tensors that the forward took.
-
-    Returns
-    -------
-    list of RemovableHandle
-        To be removed when the backward is over, in case that it was cut short.
+    later
+        Whether also where all others come after ours, and are added to it.
     """
-    following = torch._C._current_autograd_node().next_functions
-    return [
-        _joined(*following[place], gradient, tell)
-        for place, gradient in zip(places, gradients, strict=True)
-    ]
 
+    tell: Callable[[], None]
+    later: bool
 
-def _joined(
-    node: Any, number: int, gradient: torch.Tensor, tell: Callable[[], None]
-) -> RemovableHandle:
-    ours, leaf = TensorWeakRef(gradient), getattr(node, "variable", None)
-    task = torch._C._current_graph_task_id()
+    def when(
+        self, places: Sequence[int], gradients: Sequence[torch.Tensor]
+    ) -> list[RemovableHandle]:
+        """Look at these gradients.
 
-    def look(found: Any) -> None:
-        if torch._C._current_graph_task_id() != task:
-            return  # of another backward: this one did not ask for the tensor's gradient
-        handle.remove()
-        # What came later was added to ours, in its place, as plain PyTorch does.
-        if ours() is not (found[number] if leaf is None else found):
-            tell()
+        Parameters
+        ----------
+        places
+            Of the gradients, among the tensors that the forward took.
 
-    if leaf is None:
-        handle: RemovableHandle = node.register_prehook(look)
-    else:
-        # Others' hooks may replace the gradient: this one goes first.
-        handle = leaf.register_hook(look)
-        others = {key: hook for key, hook in leaf._backward_hooks.items() if key != handle.id}
-        leaf._backward_hooks.clear()
-        leaf._backward_hooks.update({handle.id: look, **others})
-    return handle
+        Returns
+        -------
+        list of RemovableHandle
+            To be removed when the backward is over, in case that it was cut short.
+        """
+        following = torch._C._current_autograd_node().next_functions
+        return [
+            self._look(*following[place], gradient)
+            for place, gradient in zip(places, gradients, strict=True)
+        ]
+
+    def _look(self, node: Any, number: int, gradient: torch.Tensor) -> RemovableHandle:
+        ours, version = TensorWeakRef(gradient), gradient._version
+        leaf, task = getattr(node, "variable", None), torch._C._current_graph_task_id()
+
+        def look(found: Any) -> None:
+            if torch._C._current_graph_task_id() != task:
+                return  # of another backward: this one did not ask for the tensor's gradient
+            handle.remove()
+            it = found[number] if leaf is None else found
+            # What came later was added to ours, in its place, as plain PyTorch does.
+            if ours() is not it or (self.later and it._version != version):
+                self.tell()
+
+        if leaf is None:
+            handle: RemovableHandle = node.register_prehook(look)
+        else:
+            # Others' hooks may replace the gradient: this one goes first.
+            handle = leaf.register_hook(look)
+            others = {key: hook for key, hook in leaf._backward_hooks.items() if key != handle.id}
+            leaf._backward_hooks.clear()
+            leaf._backward_hooks.update({handle.id: look, **others})
+        return handle

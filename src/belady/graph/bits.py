@@ -5,6 +5,9 @@ A graph that uses the tensor twice hands out one gradient for both: ``(a + b) + 
 differ where others add to such a sum in the same backward. They cannot where all gradients come
 from one call of one graph, or where there are two in all.
 
+*Casts.* Under autocast plain PyTorch casts a parameter once for all that is called in a region and adds
+the gradients in the lower precision. Each graph casts it anew (`belady.graph.casts`).
+
 *Unused results.* Backward of a graph is one function of the gradients of all results. What leads to
 none but results that the loss does not use gets None, as in plain PyTorch. What leads to others as
 well gets a sum with a gradient of zero, and zero times infinity is NaN.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -25,11 +28,18 @@ from belady.graph import autograd, doors
 from belady.graph.joint import Joint
 from belady.graph.ops import sequence_of
 
+if TYPE_CHECKING:
+    from belady.graph.capture import Captured
+
 _ADD = torch.ops.aten.add.Tensor
 _SAID = {
     "gradient sums": (
         "{} uses a tensor several times in one graph, and the tensor gets another gradient in the "
         "same backward: the order of the sum is not plain PyTorch's, which can change the last bits"
+    ),
+    "casts": (
+        "{} casts a parameter that is used outside of the graph, too: in one region of autocast plain "
+        "PyTorch casts it once for all uses, which can change the last bits of its gradient"
     ),
     "unused results": (
         "{} gives results that the loss does not use, from what leads to used ones too: a gradient "
@@ -99,23 +109,30 @@ class Bits:
         self._exact = exact
         self._handles: list[Any] = []
 
-    def watch(self, name: str, joint: Joint, sums: Sequence[int], results: Sequence[Any]) -> None:
+    def watch(self, graph: Captured, results: Sequence[Any], *, observed: bool) -> None:
         """Look at what becomes of ``results``, with which a backward is about to return.
 
         Parameters
         ----------
-        name, joint, sums
-            The root, its graph, and `summed` of that.
+        observed
+            Whether to look at what is the same in every iteration, too.
         """
-        tensors = [n for n in joint.primals if isinstance(doors.fake_value(n), torch.Tensor)]
-        given = [place for place in sums if results[place] is not None]
-        places = [tensors.index(joint.primals[place]) for place in given]
-        gradients = [results[place] for place in given]
+        if graph.summed:
+            self._watch("gradient sums", graph, graph.summed, results)
+        if observed and graph.cast:
+            self._watch("casts", graph, graph.cast, results)
 
-        def joined() -> None:
-            self.found("gradient sums", name)
-
-        self._handles += autograd.when_joined(places, gradients, joined)
+    def _watch(
+        self, word: str, graph: Captured, places: Sequence[int], results: Sequence[Any]
+    ) -> None:
+        assert graph.joint is not None
+        primals, name = graph.joint.primals, graph.name
+        tensors = [n for n in primals if isinstance(doors.fake_value(n), torch.Tensor)]
+        given = [place for place in places if results[place] is not None]
+        joined = autograd.Joined(lambda: self.found(word, name), later=word == "casts")
+        self._handles += joined.when(
+            [tensors.index(primals[place]) for place in given], [results[it] for it in given]
+        )
 
     def forget(self) -> None:
         """The backward is over."""

@@ -12,16 +12,16 @@ import torch
 from torch import fx
 
 from belady.errors import TraceError
-from belady.graph import autograd, doors
+from belady.graph import autograd, casts, doors
 from belady.graph.bits import in_part, reached, summed
 from belady.graph.contents import Contents
 from belady.graph.host import Host, Watch
 from belady.graph.joins import join_as_they_come
-from belady.graph.joint import Joint, share_casts, whole_graph
+from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.naming import Named
 from belady.graph.program import Program, program_of
-from belady.graph.refusals import refuse_other_bits, refuse_second_order, refuse_sums
+from belady.graph.refusals import refuse_other_bits, refuse_second_order, refuse_shares
 from belady.measure.starving import telling
 from belady.memory.geometry import below_autograd
 from belady.memory.witness import demand_unchanged
@@ -84,6 +84,8 @@ class Captured:
         Of a graph that is differentiated and that this engine can carry out.
     name, named
         What reports call it: the root of which it is a part; and its modules, since its first call.
+    cast
+        Numbers of the inputs that autocast casts, and remembers.
     summed
         Numbers of the gradients that it sums itself.
     reached
@@ -91,6 +93,8 @@ class Captured:
 
     Parameters
     ----------
+    remembered
+        The casts of its inputs that autocast makes once.
     sums
         Whether it may sum gradients.
     opaque
@@ -100,9 +104,16 @@ class Captured:
     """
 
     def __init__(
-        self, host: Host, *, sums: bool = True, opaque: bool = False, sliced: bool = False
+        self,
+        host: Host,
+        remembered: casts.Remembered,
+        *,
+        sums: bool = True,
+        opaque: bool = False,
+        sliced: bool = False,
     ) -> None:
         self.sliced = sliced
+        self._remembered = remembered
         self._host = host
         self._sums = sums
         self._opaque = opaque
@@ -110,6 +121,7 @@ class Captured:
         self.named: Named | None = None
         self.joint: Joint | None = None
         self.layout = Layout()
+        self.cast: tuple[int, ...] = ()
         self.summed: tuple[int, ...] = ()
         self.reached: tuple[frozenset[int], ...] = ()
 
@@ -137,12 +149,14 @@ class Captured:
         """
         if self.sliced:
             # Each slice has cast the parameters, which saves them as often.
-            share_casts(joint)
+            casts.share_all(joint)
             join_as_they_come(joint)
+        else:
+            self.cast = self._remembered.share(joint, num_fwd_outputs)
         parts = Joint.of(joint, num_fwd_outputs)
         refuse_other_bits(parts, self._host.device)
         if not self._sums:
-            refuse_sums(parts)
+            refuse_shares(parts, self.cast)
         self.summed = summed(parts)
         self.reached = () if self._opaque else reached(parts)
         self.put(parts)
@@ -227,7 +241,8 @@ def backend_of(
         assert alive is not None
         try:
             opaque = doors.calls_own_functions(module)
-            captured = Captured(alive, sums=sums, opaque=opaque, sliced=sliced)
+            remembered = casts.Remembered.of(module, inputs, alive.device.type)
+            captured = Captured(alive, remembered, sums=sums, opaque=opaque, sliced=sliced)
             return captured.watching(doors.compile_joint(module, inputs, captured))
         except TraceError as error:
             if strict:

@@ -134,18 +134,6 @@ def whole_graph(module: fx.GraphModule) -> Joint:
     return Joint(primals, (), tuple(_steps(graph)), (), tuple(results), (), constants)
 
 
-def share_casts(module: fx.GraphModule) -> None:
-    """Have inputs cast once that forward casts several times, as the cache of autocast does it."""
-    known: dict[Any, fx.Node] = {}
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-        source = node.args[0]
-        if is_forward(node) and isinstance(source, fx.Node) and source.op == "placeholder":
-            first = known.setdefault((source, *sorted(node.kwargs.items())), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                module.graph.erase_node(node)
-
-
 def _steps(graph: fx.Graph) -> Iterator[Step]:
     for node in graph.nodes:
         if node.op != "call_function" or _takes_apart(node):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -24,9 +23,6 @@ _OTHER_ON_CPU = frozenset(
 def refuse_other_bits(joint: Joint, device: torch.device) -> None:
     """Refuse a graph whose gradients would not be plain PyTorch's in every bit.
 
-    Under autocast plain PyTorch casts a parameter once and sums its gradients in the lower
-    precision. AOTAutograd traces without that cache, and the sum is taken in the higher one.
-
     Raises
     ------
     TraceError
@@ -36,28 +32,30 @@ def refuse_other_bits(joint: Joint, device: torch.device) -> None:
         target = step.node.target
         if target in _OTHER or (device.type == "cpu" and target in _OTHER_ON_CPU):
             raise TraceError(f"plain PyTorch computes the gradient of {target} otherwise")
-    casts = Counter(
-        (step.node.args[0], step.node.kwargs.get("dtype"))
-        for step in joint.forward
-        if step.node.target is _aten._to_copy.default and step.node.args[0] in joint.primals
-    )
-    for (node, dtype), count in casts.items():
-        if count > 1:
-            raise TraceError(f"{node} is cast to {dtype} {count} times: autocast does it once")
 
 
-def refuse_sums(joint: Joint) -> None:
-    """Refuse a graph that sums gradients to which others may add: see `belady.graph.bits`.
+def refuse_shares(joint: Joint, cast: Sequence[int]) -> None:
+    """Refuse a part of a model of whose gradients others have a share: see `belady.graph.bits`.
+
+    Parameters
+    ----------
+    cast
+        Numbers of the inputs that autocast casts.
 
     Raises
     ------
     TraceError
-        If it does.
+        If they may have.
     """
     if summed(joint):
         raise TraceError(
             "a part of the model uses a tensor several times, whose gradients it would sum in an "
             "order of its own, which exact=True forbids"
+        )
+    if cast:
+        raise TraceError(
+            "a part of the model casts parameters that autocast casts once for it and other "
+            "parts, which exact=True forbids"
         )
 
 

@@ -172,9 +172,8 @@ class Session:
         iteration, _ = state.turn.tag
         if iteration.watched is not None:
             iteration.watched.leave(results)
-        graph = state.graph
-        if graph.joint is not None and graph.summed:
-            self._planning.bits.watch(graph.name, graph.joint, graph.summed, results)
+        observed = iteration.watched is not None
+        self._planning.bits.watch(state.graph, results, observed=observed)
         if not autograd.keeps_graph():
             iteration.open.discard(state)
         current = self._iteration

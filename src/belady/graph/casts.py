@@ -1,0 +1,195 @@
+"""Parameters that autocast casts once for all their uses, where tracing casts them for each.
+
+Autocast remembers the lower-precision copy of a parameter until its outermost region ends: autograd
+adds the gradients of all uses in the lower precision and casts the sum. AOTAutograd traces without
+that cache: each use has a copy, and the sum is taken in the higher precision, with other bits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from belady.errors import TraceError
+from belady.graph.doors import fake_value, is_forward
+
+_CAST = torch.ops.aten._to_copy.default
+_ADD = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What the cache of autocast holds of one captured graph (`aten::cached_cast`, torch 2.13).
+
+    Attributes
+    ----------
+    places
+        Numbers of the inputs whose casts to ``dtype`` it remembers.
+    known
+        Whether that is from the first cast on for the whole graph; else what is cast twice is
+        refused.
+    """
+
+    places: frozenset[int]
+    dtype: torch.dtype
+    known: bool = True
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, inputs: Sequence[Any], device: str) -> Remembered:
+        """Of what Dynamo captured, about to be called with ``inputs``, on a type of device."""
+        regions = _regions(module)
+        around = torch.is_autocast_enabled(device)
+        caches = torch.is_autocast_cache_enabled() and bool(around or regions)
+        places = (n for n, given in enumerate(inputs) if caches and _is_remembered(given))
+        dtype = torch.get_autocast_dtype(device)
+        if regions and not around:
+            dtype = regions[0].args[1] or dtype
+        alike = all(it.args[1] in (None, dtype) and it.args[3] is None for it in regions)
+        return cls(frozenset(places), dtype, alike and (around or len(regions) < 2))
+
+    def share(self, joint: fx.GraphModule, outputs: int) -> tuple[int, ...]:
+        """Have each of these parameters cast once, and its gradients added before they are cast.
+
+        Parameters
+        ----------
+        outputs
+            How many results of the joint graph are those of forward.
+
+        Returns
+        -------
+        tuple of int
+            Numbers of the inputs that are cast.
+
+        Raises
+        ------
+        TraceError
+            If it is not known how plain PyTorch would add them.
+        """
+        primals = [
+            node
+            for node in joint.graph.find_nodes(op="placeholder")
+            if "tangents" not in str(node.target)
+        ]
+        cast = []
+        for place in sorted(self.places.intersection(range(len(primals)))):
+            casts = list(self._casts(primals[place]))
+            cast += [place] if casts else []
+            if len(casts) < 2:
+                continue
+            if not self.known:
+                raise TraceError(
+                    f"{primals[place]} is cast to {self.dtype} {len(casts)} times in several "
+                    "regions of autocast, and it is not known in which of them it does that once"
+                )
+            _one_gradient(joint.graph, outputs + place, casts)
+            _one_cast(casts)
+        return tuple(cast)
+
+    def _casts(self, source: fx.Node) -> Iterator[fx.Node]:
+        """Casts that autocast makes of an input, and not the user, in order."""
+        for user in source.users:
+            taken = user.target is _CAST and user.kwargs == {"dtype": self.dtype}
+            if taken and is_forward(user) and _for_its_user(user):
+                yield user
+
+
+def share_all(joint: fx.GraphModule) -> None:
+    """Have each input cast once, whoever casts it, and its gradients added as they are."""
+    found: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in joint.graph.find_nodes(op="call_function", target=_CAST):
+        source = node.args[0]
+        if is_forward(node) and isinstance(source, fx.Node) and source.op == "placeholder":
+            found[source, *sorted(node.kwargs.items())].append(node)
+    for casts in found.values():
+        _one_cast(casts)
+
+
+def _regions(module: fx.GraphModule) -> list[fx.Node]:
+    """The regions of autocast that lie in no other one of the graph."""
+    found, depth = [], 0
+    for node in module.graph.nodes:
+        if node.target is _enter_autocast:
+            found += [node] if depth == 0 else []
+            depth += 1
+        depth -= node.target is _exit_autocast
+    return found
+
+
+def _is_remembered(given: Any) -> bool:
+    return (
+        isinstance(given, torch.Tensor)
+        and given.dtype is torch.float32
+        and given.requires_grad
+        and given.is_leaf
+        and not given._is_view()
+    )
+
+
+def _for_its_user(cast: fx.Node) -> bool:
+    """Whether what the user called is what needs the cast, and not the cast itself."""
+    called = cast.meta.get("source_fn_stack")
+    users = (user for user in cast.users if is_forward(user))
+    return bool(called) and all(user.meta.get("source_fn_stack") == called for user in users)
+
+
+def _one_cast(casts: Sequence[fx.Node]) -> None:
+    """Have the first one serve for all."""
+    for other in casts[1:]:
+        other.replace_all_uses_with(casts[0])
+        other.graph.erase_node(other)
+
+
+def _one_gradient(graph: fx.Graph, place: int, casts: Iterable[fx.Node]) -> None:
+    """Add what comes back through ``casts`` as it comes, and cast the sum.
+
+    Autograd adds to what one node of its graph is to get in the order in which those before it run.
+
+    Raises
+    ------
+    TraceError
+        If something else is added, as it is not known when.
+    """
+    results = graph.find_nodes(op="output")[0]
+    gradient = results.args[0][place]
+    if not isinstance(gradient, fx.Node):
+        return
+    sums, parts = _added(gradient)
+    of_casts = {cast.meta.get("seq_nr") for cast in casts}
+    if any(part.target is not _CAST or part.meta.get("seq_nr") not in of_casts for part in parts):
+        raise TraceError(
+            f"{results.args[0][place]} adds gradients of uses that autocast casts once to others"
+        )
+    if not sums:
+        return
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    terms = sorted((part.args[0] for part in parts), key=numbers.__getitem__)
+    total = terms[0]
+    for term in terms[1:]:
+        with graph.inserting_after(term):
+            added = graph.call_function(_ADD, (total, term))
+        added.meta = term.meta | {"val": torch.add(fake_value(total), fake_value(term))}
+        total = added
+    with graph.inserting_after(total):
+        final = graph.node_copy(parts[-1], lambda node: total)
+    gradient.replace_all_uses_with(final)
+    for node in (*sums, *parts):
+        graph.erase_node(node)
+
+
+def _added(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The sums that make a gradient, each before those that it adds, and what they add."""
+    sums, parts, left = [], [], [gradient]
+    while left:
+        node = left.pop()
+        if node.target is _ADD and len(node.users) == 1 and not is_forward(node):
+            sums.append(node)
+            left += node.all_input_nodes
+        else:
+            parts.append(node)
+    return sums, parts
