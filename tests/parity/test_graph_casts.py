@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import belady
 from belady.errors import GraphError
@@ -16,6 +16,7 @@ from tests.support.models import Task
 from tests.support.training import Step, Training, autocast, differences, plain
 
 WIDTH, CLASSES = 16, 5
+ATEN = torch.ops.aten
 # Of a graph break: what one graph gives the next is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -127,12 +128,12 @@ def outcome(
     return differences(expected, training.outcome()), host
 
 
-def casts_of(host: PlannedHost) -> int:
+def casts_of(host: PlannedHost) -> list[fx.Node]:
     """Casts of inputs of the one graph that was captured."""
     (joint,) = {id(part.joint): part.joint for it in host.drawn for part in it.parts}.values()
     steps = [step.node for step in joint.forward]
-    casts = [node for node in steps if node.target is torch.ops.aten._to_copy.default]
-    return sum(node.args[0] in joint.primals for node in casts)
+    casts = [node for node in steps if node.target is ATEN._to_copy.default]
+    return [node for node in casts if node.args[0] in joint.primals]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,13 @@ def test_a_parameter_is_cast_once_for_all_its_uses(
     assert wrong == []
     assert host.reasons == []
     # The weights and biases of three layers; a step is no input, but a part of one.
-    assert casts_of(host) == 8
+    casts = casts_of(host)
+    assert len(casts) == 8
+    # What only shows one of them takes no bytes.
+    shows = [user for cast in casts for user in cast.users if user.target is ATEN.t.default]
+    layouts = [part.layout for it in host.drawn for part in it.parts if part.forward]
+    assert len(shows) >= 18
+    assert all(it.storage_of[n] == it.storage_of[n.args[0]] for it in layouts for n in shows)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.utils._pytree import tree_leaves
 
 from belady.errors import TraceError
 from belady.graph.doors import fake_value, is_forward
@@ -140,9 +141,24 @@ def _for_its_user(cast: fx.Node) -> bool:
 
 def _one_cast(casts: Sequence[fx.Node]) -> None:
     """Have the first one serve for all."""
+    first = casts[0]
     for other in casts[1:]:
-        other.replace_all_uses_with(casts[0])
+        users = list(other.users)
+        other.replace_all_uses_with(first)
+        _lie_on(first, fake_value(other), users)
         other.graph.erase_node(other)
+
+
+def _lie_on(base: fx.Node, before: torch.Tensor, users: Iterable[fx.Node]) -> None:
+    """Have views lie on the bytes of ``base`` instead of those of ``before``, in name too."""
+    storage, left = before.untyped_storage()._cdata, list(users)
+    while left:
+        node = left.pop()
+        shown = [it for it in tree_leaves(fake_value(node)) if isinstance(it, torch.Tensor)]
+        if any(it.untyped_storage()._cdata == storage for it in shown):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake_value)
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            left += node.users
 
 
 def _one_gradient(graph: fx.Graph, place: int, casts: Iterable[fx.Node]) -> None:

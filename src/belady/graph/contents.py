@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -12,6 +15,9 @@ from belady.memory.carrier import Carrier
 from belady.memory.contents import Moved, Packed
 from belady.memory.geometry import Geometry
 from belady.memory.witness import demand_unchanged, witness
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Gives a gradient the memory that it shall have: itself, or a copy.
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -68,12 +74,31 @@ class Content:
         return content
 
 
+def _counted(act: Callable[Concatenate[Contents, P], T]) -> Callable[Concatenate[Contents, P], T]:
+    """``act``, and its time counted."""
+
+    @functools.wraps(act)
+    def counted(self: Contents, *args: P.args, **kwargs: P.kwargs) -> T:
+        begun = perf_counter()
+        try:
+            return act(self, *args, **kwargs)
+        finally:
+            self.host_seconds += perf_counter() - begun
+
+    return counted
+
+
 class Contents:
     """The contents of one iteration, by value: what generated code calls.
 
     Only weakly held here, since a value lives as long as the state that holds it: copies of a
     graph that was thrown away are not made. ``landing`` is told of device bytes taken, and
     ``passed`` of boundaries at which something is done; ``place`` gives a gradient its place.
+
+    Attributes
+    ----------
+    host_seconds
+        What issuing copies and encodings took the host so far; not where it waits for one.
     """
 
     def __init__(
@@ -90,7 +115,9 @@ class Contents:
         self.passed = passed
         self.place: Place = place or (lambda gradient: gradient)
         self._live: dict[int, weakref.ref[Content]] = {}
+        self.host_seconds = 0.0
 
+    @_counted
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
         """Begin to manage the storage of ``tensor``, or go on, where another call began.
 
@@ -104,6 +131,7 @@ class Contents:
             self._live[value] = weakref.ref(content)
         return content
 
+    @_counted
     def send(self, value: int) -> None:
         """Issue a copy-out."""
         content, decision = self._find(value), self._decisions[value]
@@ -111,12 +139,14 @@ class Contents:
             assert isinstance(decision, Offload)
             content.bytes.send(decision.tier)
 
+    @_counted
     def free(self, value: int) -> None:
         """Let go of an original that was sent."""
         content = self._find(value)
         if content is not None and isinstance(content.bytes, Moved):
             content.bytes.free()
 
+    @_counted
     def encode(self, value: int) -> None:
         """Encode a value where it is."""
         content, decision = self._find(value), self._decisions[value]
@@ -126,6 +156,7 @@ class Contents:
             if self._landing is not None and isinstance(content.bytes, Packed):
                 self._landing((content.bytes.encoded.data,))
 
+    @_counted
     def bring(self, value: int) -> None:
         """Have a value on its way back, or decoded."""
         content = self._find(value)

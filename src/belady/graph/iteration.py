@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from belady.graph.capture import Captured, State
 from belady.graph.contents import Contents
@@ -28,7 +29,7 @@ class Iteration:
     strayed
         Whether it went another way than its plan expects.
     entered
-        The host's time when the last forward began.
+        `host_seconds` when the last forward began.
     """
 
     kind: Kind
@@ -59,6 +60,16 @@ class Iteration:
             decisions, place = kind.force.plan.decisions, kind.force.place
             contents = Contents(carrier, decisions, landing, sample.passed, place)
         return cls(kind, contents, watched, counted, sample)
+
+    @property
+    def engine_seconds(self) -> float:
+        """What issuing the plan has taken the host so far."""
+        return 0.0 if self.contents is None else self.contents.host_seconds
+
+    @property
+    def host_seconds(self) -> float:
+        """The host's time, without what issuing the plan has taken of it."""
+        return perf_counter() - self.engine_seconds
 
     @property
     def turned(self) -> bool:

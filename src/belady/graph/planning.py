@@ -26,7 +26,7 @@ from belady.measure.corrections import faster
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy, Stage
 from belady.measure.trial import Trial
-from belady.measure.verification import Verification
+from belady.measure.verification import Kernels, Verification
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
 from belady.planners import plan as make_plan
@@ -34,6 +34,8 @@ from belady.planners import plan as make_plan
 # What an op takes in a fused kernel, of its seconds alone. ResNet-50 in bf16 on an H200 takes 54 ms
 # with eager kernels and 37 with Inductor's, of which convolutions are the same.
 _OF_FUSED = 0.5
+# Kernels that nobody has watched can take many times what was guessed.
+_SLOWER = 4.0
 
 if TYPE_CHECKING:
     from belady.graph.inductor import Inductor
@@ -73,7 +75,7 @@ class Planning:
         self._verification = (
             Verification(policy, hardware)
             if inductor is None
-            else Verification(policy, hardware, at_seams)
+            else Verification(policy, hardware, Kernels(at_seams, _SLOWER))
         )
         self._places = Places(carrier.device, modules)
         self._floors: dict[tuple[Captured, bool], Force] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,7 +107,7 @@ class Session:
             return Turn(graph.as_saved)
         turn = self._turn(graph, args)
         self.admission.began = True
-        turn.tag[0].entered = perf_counter()
+        turn.tag[0].entered = turn.tag[0].host_seconds
         return turn
 
     def _turn(self, graph: Captured, args: Sequence[Any]) -> Turn:
@@ -142,7 +141,7 @@ class Session:
         if state.turn.tag is None:
             return
         iteration, _ = state.turn.tag
-        iteration.sample.host_seconds += perf_counter() - iteration.entered
+        iteration.sample.host_seconds += iteration.host_seconds - iteration.entered
         iteration.open.add(state)
         if iteration.watched is not None:
             iteration.watched.leave(results, state.outside(), state)
@@ -199,6 +198,7 @@ class Session:
             self._monitor.cancel()
         self._carrier.sweep()
         self._planning.bits.forget()
+        iteration.sample.engine_seconds = iteration.engine_seconds
         if iteration.turned:
             self._ended(iteration.kind.stage, iteration.sample)
             order = tuple(iteration.order)

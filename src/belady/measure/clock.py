@@ -78,6 +78,7 @@ class CpuClock:
 class CudaClock:
     """Kernel time by events behind a spinning kernel, workspace by the allocator's peak.
 
+    What two events show with nothing between them is not the op's.
     An op in which the allocator flushes its cache lasts longer than the spin before it; what the
     host took for it is taken off again, as a plan with room for its blocks does not flush.
     """
@@ -90,6 +91,7 @@ class CudaClock:
         self._flushes: list[tuple[torch.cuda.Event, float, float] | None] = []
         self._before = 0
         self._waited = _event(), 0.0
+        self._empty: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
         """Put a spin and an event in the current stream and reset the allocator's peak."""
@@ -97,6 +99,7 @@ class CudaClock:
             torch.cuda.synchronize(self._device)
             self._waited = _event(), perf_counter()
             self._waited[0].record()
+            self._empty.append(self._nothing())
         torch.cuda.reset_peak_memory_stats(self._device)
         begun, ended = _event(), _event()
         self._events.append((begun, ended))
@@ -114,6 +117,14 @@ class CudaClock:
         flushed = stats["num_alloc_retries"] > self._before
         self._flushes.append((*self._waited, returned) if flushed else None)
 
+    def _nothing(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Two events behind a spin, as around an op that launches nothing."""
+        begun, ended = _event(), _event()
+        torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
+        begun.record()
+        ended.record()
+        return begun, ended
+
     def _stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats
@@ -127,8 +138,9 @@ class CudaClock:
         """Wait for the device and read all events."""
         torch.cuda.synchronize(self._device)
         bracketed = zip(self._events, self._flushes, self._workspaces, strict=True)
+        empty = min((_seconds(*ends) for ends in self._empty), default=0.0)
         return [
-            (max(0.0, _seconds(begun, ended) - _held_up(begun, flush)), workspace)
+            (max(0.0, _seconds(begun, ended) - empty - _held_up(begun, flush)), workspace)
             for (begun, ended), flush, workspace in bracketed
         ]
 

@@ -17,8 +17,8 @@ from belady.simulate.engine import kernel_seconds
 
 # Ops that take less are corrected together with those after them.
 _TOGETHER_S = 2e-4
-# What is too little to correct, of all kernels; and how many times as fast or slow ops can be.
-_AGREES, _AT_MOST = 0.01, 4.0
+# What is too little to correct, of all kernels; and how many times as fast ops can be.
+_AGREES, _FASTEST = 0.01, 4.0
 
 
 class _Stretch(NamedTuple):
@@ -63,12 +63,22 @@ class _Work:
 
 
 def with_pace_of(
-    trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
+    trace: Trace,
+    plan: Plan,
+    hardware: HardwareProfile,
+    samples: Sequence[Sample],
+    slower: float = 1.0,
 ) -> Trace | None:
     """The trace with device seconds as they are between the boundaries that an engine passed.
 
     None if they agree, or where nobody took them. Of kernels that a compiler has fused no op has
     seconds of its own, and what copies can hide under follows from when a boundary is passed.
+
+    Parameters
+    ----------
+    slower
+        How many times as slow ops can be. A kernel that was watched takes no longer than it did
+        then: what lasts longer waits for the host, or shares the device with copies.
     """
     paced = [sample.paced for sample in samples if sample.paced]
     if trace.device == "cpu" or not paced:
@@ -82,11 +92,11 @@ def with_pace_of(
             one = left / (it.stop - it.start)
             found = [replace(op, device_seconds=one) for op in ops[it.start : it.stop]]
         elif own > 0 and left > 0:
-            share = min(max(left / own, 1 / _AT_MOST), _AT_MOST)
+            share = min(max(left / own, 1 / _FASTEST), slower)
             found = [faster(op, share) for op in ops[it.start : it.stop]]
         else:
             continue
-        off += abs(left - own)
+        off += abs(sum(op.device_seconds for op in found) - own)
         ops[it.start : it.stop] = found
     return replace(trace, ops=tuple(ops)) if off > _AGREES * work.seconds else None
 

@@ -41,7 +41,7 @@ _FRESH = (
     "native_layer_norm native_group_norm _fused_rms_norm "
     "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d "
     "_softmax _log_softmax mean.dim sum.dim_IntList embedding index.Tensor constant_pad_nd roll "
-    "convolution mm addmm bmm baddbmm "
+    "convolution mm addmm bmm baddbmm _thnn_fused_lstm_cell _thnn_fused_gru_cell "
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from belady.errors import InfeasibleBudgetError
@@ -38,12 +38,24 @@ VERIFIED = 2
 _REPLANS = 3
 
 
-def _as_run(
-    trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
-) -> Trace:
-    """The trace with the times of ops as iterations under the plan show them."""
-    trace = with_host_of(trace, samples) or trace
-    return with_pace_of(trace, plan, hardware, samples) or trace
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What an engine makes of the kernels of a trace.
+
+    Attributes
+    ----------
+    fitted
+        A plan as it is carried out with them.
+    slower
+        How many times as slow as the trace has them they can be: see `with_pace_of`.
+    """
+
+    fitted: Callable[[Trace, HardwareProfile, Plan], Plan] = lambda *given: given[-1]
+    slower: float = 1.0
+
+
+# Each op has its own, as when it was watched.
+ITS_OWN = Kernels()
 
 
 class Verification:
@@ -51,8 +63,8 @@ class Verification:
 
     Parameters
     ----------
-    fitted
-        What an engine makes of a plan before it carries it out.
+    kernels
+        Those of iterations under a plan.
 
     Attributes
     ----------
@@ -64,12 +76,12 @@ class Verification:
         self,
         policy: Policy,
         hardware: HardwareProfile,
-        fitted: Callable[[Trace, HardwareProfile, Plan], Plan] = lambda *given: given[-1],
+        kernels: Kernels = ITS_OWN,
     ) -> None:
         self.notes: list[str] = []
         self._policy = policy
         self._hardware = hardware
-        self._fitted = fitted
+        self._kernels = kernels
 
     def first(self, trace: Trace, *numerics: str) -> Trial:
         """The plan to begin with.
@@ -136,7 +148,7 @@ class Verification:
         """The trial with what was measured, on the machine as it showed itself."""
         hardware = trial.hardware
         hardware = with_issue_of(hardware, trial.plan, samples, self._hardware) or hardware
-        trace = _as_run(trace, trial.plan, hardware, samples)
+        trace = self._as_run(trace, trial.plan, hardware, samples)
         hardware = with_links_of(trace, trial.plan, hardware, samples) or hardware
         return replace(trial, hardware=hardware, measured=measured)
 
@@ -161,7 +173,7 @@ class Verification:
         plan, hardware, measured = last.plan, last.hardware, last.measured
         if measured is None or len(tried) > _REPLANS:
             return trace, None
-        trace = _as_run(trace, plan, hardware, samples)
+        trace = self._as_run(trace, plan, hardware, samples)
         trace = with_device_of(trace, plan, hardware, samples) or trace
         predicted = simulate(trace, hardware, plan)
         # Of workspaces the trace can know more than when the plan was made.
@@ -201,6 +213,13 @@ class Verification:
         self.notes.append(found.note)
         return Trial(found.plan, found.hardware, found.policy)
 
+    def _as_run(
+        self, trace: Trace, plan: Plan, hardware: HardwareProfile, samples: Sequence[Sample]
+    ) -> Trace:
+        """The trace with the times of ops as iterations under the plan show them."""
+        trace = with_host_of(trace, samples) or trace
+        return with_pace_of(trace, plan, hardware, samples, self._kernels.slower) or trace
+
     def _planner(self, name: str, trace: Trace, numerics: tuple[str, ...]) -> Make:
         return lambda hardware: self._plan(name, trace, hardware, numerics)
 
@@ -213,7 +232,7 @@ class Verification:
         _log.info("planning %d ops, %d saved values, by %s within %s", *size, name, room)
         begun = perf_counter()
         plan = make_plan(name, trace, hardware, budget, exact=self._policy.exact)
-        plan = self._fitted(trace, hardware, plan)
+        plan = self._kernels.fitted(trace, hardware, plan)
         plan = replace(plan, numerics=(*plan.numerics, *numerics))
         _log.info(
             "planned by %s in %s: %s an iteration are predicted",

@@ -69,8 +69,9 @@ def test_an_op_that_flushes_is_counted_without_the_flush(
         clock.stop()
     (before, _), (flushed, workspace), (after, _) = clock.results()
     assert workspace == 2 * MIB
-    assert min(before, after) >= HELD
-    assert flushed < HELD / 4 if flushes else flushed >= HELD
+    # Two events behind one another are some microseconds apart, which are taken off.
+    assert min(before, after) >= 0.9 * HELD
+    assert flushed < HELD / 4 if flushes else flushed >= 0.9 * HELD
 
 
 def test_a_flush_waits_for_all_that_was_issued_before(stats: dict[str, int]) -> None:
@@ -105,6 +106,29 @@ def test_what_the_host_takes_to_issue_an_op_is_no_kernels_time(
     assert [taken for taken, _ in clock.results()] == pytest.approx([5e-6] * 3)
 
 
+def test_what_events_show_with_nothing_between_them_is_not_the_ops(
+    stats: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    for module in (clocks, sys.modules[__name__]):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Event, "busy_until", 0.0)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: Event.kernel(cycles / 2e9))
+    record = Event.record
+
+    def slowly(event: Event) -> None:
+        Event.kernel(3e-6)
+        record(event)
+
+    monkeypatch.setattr(Event, "record", slowly)
+    clock = CudaClock(torch.device("cuda"))
+    for seconds in (0.0, 4e-6, 5e-4):
+        clock.start()
+        Event.kernel(seconds)
+        clock.stop()
+    assert [taken for taken, _ in clock.results()] == pytest.approx([0.0, 4e-6, 5e-4], abs=1e-9)
+
+
 @contextmanager
 def scattered() -> Iterator[None]:
     """Hold half of what may be reserved, in blocks that do not lie beside one another."""
@@ -133,6 +157,16 @@ def test_kernels_are_told_from_what_the_host_takes_to_issue_them() -> None:
         clock.stop()
     kernels = [taken for taken, _ in clock.results()]
     assert median(kernels) < median(host) / 4
+
+
+@pytest.mark.gpu
+def test_what_launches_nothing_takes_nothing() -> None:
+    clock, matrix = clock_for(torch.device("cuda")), torch.zeros(8, 8, device="cuda")
+    for _ in range(200):
+        clock.start()
+        matrix.t()
+        clock.stop()
+    assert median(taken for taken, _ in clock.results()) < 1e-6
 
 
 @pytest.mark.gpu

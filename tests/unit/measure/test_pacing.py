@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,8 @@ from tests.unit.simulate.cases import gpu, plan_of, trace_of
 
 FOUR = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3)])
 KEPT = plan_of(FOUR)
+# Kernels that nobody has watched.
+pace_of = partial(with_pace_of, slower=4.0)
 
 
 def paced(*between: tuple[int, int, float]) -> Sample:
@@ -24,9 +27,9 @@ def paced(*between: tuple[int, int, float]) -> Sample:
 
 def seconds_with(trace: Trace, plan: Plan, *samples: Sample) -> list[float]:
     """Of each op, which another look at the same samples leaves as they are."""
-    found = with_pace_of(trace, plan, gpu(), samples)
+    found = pace_of(trace, plan, gpu(), samples)
     assert found is not None
-    assert with_pace_of(found, plan, gpu(), samples) is None
+    assert pace_of(found, plan, gpu(), samples) is None
     return [op.device_seconds for op in found.ops]
 
 
@@ -38,9 +41,17 @@ def test_kernels_take_what_they_took_between_the_same_boundaries() -> None:
 
 
 def test_a_stretch_makes_no_op_many_times_as_slow_or_fast() -> None:
-    found = with_pace_of(FOUR, KEPT, gpu(), [paced((0, 2, 90.0), (2, 4, 0.01))])
+    found = pace_of(FOUR, KEPT, gpu(), [paced((0, 2, 90.0), (2, 4, 0.01))])
     assert found is not None
     assert [op.device_seconds for op in found.ops] == [4.0, 4.0, 0.25, 0.25]
+
+
+def test_no_op_is_slower_than_it_was_watched() -> None:
+    # The host was late, say: four times over that would make kernels of nothing but waiting.
+    found = with_pace_of(FOUR, KEPT, gpu(), [paced((0, 2, 1.0), (2, 4, 9.0))])
+    assert found is not None
+    assert [op.device_seconds for op in found.ops] == [0.5, 0.5, 1.0, 1.0]
+    assert with_pace_of(FOUR, KEPT, gpu(), [paced((0, 4, 9.0))]) is None
 
 
 def test_what_not_all_iterations_passed_says_nothing() -> None:
@@ -53,7 +64,7 @@ def test_what_is_made_again_is_no_part_of_the_ops_that_ask_for_it() -> None:
     assert simulate(FOUR, gpu(), made_again).seconds == 5.0
     assert seconds_with(FOUR, made_again, paced((2, 4, 2.0))) == [1.0, 1.0, 0.5, 0.5]
     # No less than nothing is left for them.
-    assert with_pace_of(FOUR, made_again, gpu(), [paced((2, 4, 1.0))]) is None
+    assert pace_of(FOUR, made_again, gpu(), [paced((2, 4, 1.0))]) is None
 
 
 def test_a_device_without_work_is_no_slow_kernel() -> None:
@@ -61,7 +72,7 @@ def test_a_device_without_work_is_no_slow_kernel() -> None:
     plan = plan_of(late)
     predicted = simulate(late, gpu(), plan)
     assert {stall.cause for stall in predicted.stalls} == {Cause.HOST}
-    assert with_pace_of(late, plan, gpu(), [paced((0, 2, 2.25), (2, 4, 2.0))]) is None
+    assert pace_of(late, plan, gpu(), [paced((0, 2, 2.25), (2, 4, 2.0))]) is None
 
 
 def test_what_runs_between_graphs_is_known_from_then_on() -> None:
@@ -72,7 +83,7 @@ def test_what_runs_between_graphs_is_known_from_then_on() -> None:
     assert seconds_with(trace, plan, apart) == [1.0, 1.0, 1.0, 3.0, 1.0, 1.0]
     # What is made again at its boundary runs before it is passed.
     made_again = plan_of(replace(trace, values=FOUR.values), Recompute((0,), 3))
-    found = with_pace_of(trace, made_again, gpu(), [paced((0, 3, 9.0), (3, 4, 0.5))])
+    found = pace_of(trace, made_again, gpu(), [paced((0, 3, 9.0), (3, 4, 0.5))])
     assert found is not None
     assert found.ops[3].device_seconds == 0.0
 
@@ -89,8 +100,8 @@ def test_what_takes_nearly_nothing_is_known_with_what_follows() -> None:
 @pytest.mark.parametrize("trace", [FOUR, replace(FOUR, device="cpu")])
 def test_a_pace_that_agrees_or_was_not_taken_changes_nothing(trace: Trace) -> None:
     plan = plan_of(trace)
-    assert with_pace_of(trace, plan, gpu(), [Sample(0.0, 9.0)]) is None
+    assert pace_of(trace, plan, gpu(), [Sample(0.0, 9.0)]) is None
     # One op of many is no reason to plan anew.
-    assert with_pace_of(trace, plan, gpu(), [paced((0, 1, 1.03), (1, 4, 3.0))]) is None
-    changed = with_pace_of(trace, plan, gpu(), [paced((0, 4, 2.0))])
+    assert pace_of(trace, plan, gpu(), [paced((0, 1, 1.03), (1, 4, 3.0))]) is None
+    changed = pace_of(trace, plan, gpu(), [paced((0, 4, 2.0))])
     assert (changed is None) == (trace.device == "cpu")

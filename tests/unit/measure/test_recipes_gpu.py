@@ -1,4 +1,4 @@
-"""Convolutions are tried where replays run: torch keeps an algorithm of each for each thread."""
+"""What is tried on a GPU: convolutions where replays run, as torch keeps an algorithm for each thread."""
 
 from __future__ import annotations
 
@@ -50,3 +50,19 @@ def test_what_counts_is_what_comes_out_there() -> None:
     assert tried(args, there)
     assert tried(args, here) == torch.equal(here, there)
     assert not tried(args, there.nextafter(torch.zeros_like(there)))
+
+
+@pytest.mark.parametrize(
+    ("cell", "gates"),
+    [
+        (torch.ops.aten._thnn_fused_lstm_cell.default, 4),
+        (torch.ops.aten._thnn_fused_gru_cell.default, 3),
+    ],
+    ids=["lstm", "gru"],
+)
+def test_recurrent_cells_give_the_same_again(cell: Any, gates: int) -> None:
+    made = [torch.randn(32, gates * 64, device="cuda") for _ in range(2)]
+    args = (*made, torch.randn(32, 64, device="cuda"))
+    recipe = draft(cell, args, {}, lambda _: 0)
+    assert recipe is not None
+    assert repeats(recipe, args, {}, cell(*args))

@@ -12,7 +12,7 @@ from belady.measure import trial as trials
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.measure.trial import Trial
-from belady.measure.verification import Verification
+from belady.measure.verification import Kernels, Verification
 from belady.planners import plan, smallest_budget
 from belady.simulate.blocks import Blocks
 from tests.unit.simulate.cases import gpu, trace_of
@@ -83,7 +83,7 @@ def test_what_an_engine_makes_of_a_plan_is_what_is_judged() -> None:
         return replace(made, assignments=fits.assignments, predicted_seconds=99.0)
 
     policy = Policy("lifetime", Budget(int(3.6 * MIB)))
-    trial = Verification(policy, QUICK, fitted).first(trace)
+    trial = Verification(policy, QUICK, Kernels(fitted)).first(trace)
     assert trial.plan.assignments == fits.assignments
     assert trial.plan.predicted_seconds == 99.0
 
