@@ -1,4 +1,4 @@
-"""A parameter that is used several times under autocast: cast once, gradients added as plain does."""
+"""A parameter used several times under autocast is cast once, its gradients added as plain does."""
 
 from __future__ import annotations
 
@@ -163,9 +163,7 @@ def test_a_parameter_is_cast_once_for_all_its_uses(
 @pytest.mark.parametrize(
     ("model", "step"), [(Shared, without_cache), (CastByHand, plain), (Shared, plain)]
 )
-def test_what_autocast_does_not_remember_stays_as_it_is(
-    model: type[nn.Module], step: Step
-) -> None:
+def test_what_autocast_does_not_remember_stays_as_it_is(model: type[nn.Module], step: Step) -> None:
     wrong, host = outcome(task(model), step, ["direct", "threads"])
     assert wrong == []
     assert host.reasons == []

@@ -5,8 +5,8 @@ A graph that uses the tensor twice hands out one gradient for both: ``(a + b) + 
 differ where others add to such a sum in the same backward. They cannot where all gradients come
 from one call of one graph, or where there are two in all.
 
-*Casts.* Under autocast plain PyTorch casts a parameter once for all that is called in a region and adds
-the gradients in the lower precision. Each graph casts it anew (`belady.graph.casts`).
+*Casts.* Under autocast plain PyTorch casts a parameter once for all that is called in a region, and
+adds the gradients in the lower precision. Each graph casts it anew (`belady.graph.casts`).
 
 *Unused results.* Backward of a graph is one function of the gradients of all results. What leads to
 none but results that the loss does not use gets None, as in plain PyTorch. What leads to others as
@@ -38,8 +38,8 @@ _SAID = {
         "same backward: the order of the sum is not plain PyTorch's, which can change the last bits"
     ),
     "casts": (
-        "{} casts a parameter that is used outside of the graph, too: in one region of autocast plain "
-        "PyTorch casts it once for all uses, which can change the last bits of its gradient"
+        "{} casts a parameter that is used outside of the graph, too: in one region of autocast "
+        "plain PyTorch casts it once for all uses, which can change the last bits of its gradient"
     ),
     "unused results": (
         "{} gives results that the loss does not use, from what leads to used ones too: a gradient "

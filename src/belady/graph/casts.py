@@ -48,7 +48,7 @@ class Remembered:
         around = torch.is_autocast_enabled(device)
         caches = torch.is_autocast_cache_enabled() and bool(around or regions)
         places = (n for n, given in enumerate(inputs) if caches and _is_remembered(given))
-        dtype = torch.get_autocast_dtype(device)
+        dtype: Any = torch.get_autocast_dtype(device)
         if regions and not around:
             dtype = regions[0].args[1] or dtype
         alike = all(it.args[1] in (None, dtype) and it.args[3] is None for it in regions)
@@ -171,20 +171,18 @@ def _one_gradient(graph: fx.Graph, place: int, casts: Iterable[fx.Node]) -> None
     TraceError
         If something else is added, as it is not known when.
     """
-    results = graph.find_nodes(op="output")[0]
-    gradient = results.args[0][place]
+    results = tree_leaves(graph.find_nodes(op="output")[0].args, is_leaf=lambda leaf: leaf is None)
+    gradient = results[place]
     if not isinstance(gradient, fx.Node):
         return
     sums, parts = _added(gradient)
     of_casts = {cast.meta.get("seq_nr") for cast in casts}
     if any(part.target is not _CAST or part.meta.get("seq_nr") not in of_casts for part in parts):
-        raise TraceError(
-            f"{results.args[0][place]} adds gradients of uses that autocast casts once to others"
-        )
+        raise TraceError(f"{gradient} adds gradients of uses that autocast casts once to others")
     if not sums:
         return
     numbers = {node: number for number, node in enumerate(graph.nodes)}
-    terms = sorted((part.args[0] for part in parts), key=numbers.__getitem__)
+    terms: list[Any] = sorted((it.args[0] for it in parts), key=lambda node: numbers[node])
     total = terms[0]
     for term in terms[1:]:
         with graph.inserting_after(term):
@@ -203,9 +201,10 @@ def _added(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     sums, parts, left = [], [], [gradient]
     while left:
         node = left.pop()
-        if node.target is _ADD and len(node.users) == 1 and not is_forward(node):
+        inputs = node.all_input_nodes
+        if node.target is _ADD and len(inputs) == 2 and len(node.users) == 1:
             sums.append(node)
-            left += node.all_input_nodes
+            left += inputs
         else:
             parts.append(node)
     return sums, parts

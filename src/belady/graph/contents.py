@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -74,16 +74,17 @@ class Content:
         return content
 
 
-def _counted(act: Callable[Concatenate[Contents, P], T]) -> Callable[Concatenate[Contents, P], T]:
-    """``act``, and its time counted."""
+def _counted(act: Callable[P, T]) -> Callable[P, T]:
+    """A method of `Contents`, and its time counted."""
 
     @functools.wraps(act)
-    def counted(self: Contents, *args: P.args, **kwargs: P.kwargs) -> T:
+    def counted(*args: P.args, **kwargs: P.kwargs) -> T:
         begun = perf_counter()
         try:
-            return act(self, *args, **kwargs)
+            return act(*args, **kwargs)
         finally:
-            self.host_seconds += perf_counter() - begun
+            contents: Any = args[0]
+            contents.host_seconds += perf_counter() - begun
 
     return counted
 

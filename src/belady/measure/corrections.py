@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -108,25 +109,37 @@ def with_links_of(
     excess = predicted.seconds - sample.seconds
     waited = sample.stall_seconds - predicted.stall_seconds
     if 0 < sample.seconds < _LINKS_AGREE * predicted.seconds and predicted.stall_seconds >= excess:
-        tried = _with_links_times(trace, plan, hardware, _FASTER)
-        agreeing = (found for found, it in tried if it.seconds <= sample.seconds)
-        return next(agreeing, _all_times(hardware, _FASTER[-1]))
+        found = _first(
+            _FASTER,
+            lambda times: _with_links(trace, plan, hardware, times).seconds <= sample.seconds,
+        )
+        return _all_times(hardware, found or _FASTER[-1])
     if min(waited, -excess) > _STALLS_AGREE * predicted.seconds:
-        tried = _with_links_times(trace, plan, hardware, _SLOWER)
-        agreeing = (found for found, it in tried if it.stall_seconds >= sample.stall_seconds)
+        found = _first(
+            _SLOWER,
+            lambda times: (
+                _with_links(trace, plan, hardware, times).stall_seconds >= sample.stall_seconds
+            ),
+        )
         # Where no wait was foretold, and no such links explain those measured, they are not why.
-        slowest = _all_times(hardware, _SLOWER[-1]) if predicted.stall_seconds > 0 else None
-        return next(agreeing, slowest)
+        if found is None and predicted.stall_seconds == 0:
+            return None
+        return _all_times(hardware, found or _SLOWER[-1])
     return None
 
 
-def _with_links_times(
-    trace: Trace, plan: Plan, hardware: HardwareProfile, factors: Iterable[float]
-) -> Iterator[tuple[HardwareProfile, Timeline]]:
-    """The machine with links that many times as fast, and what the plan then is predicted to do."""
-    for times in factors:
-        found = _all_times(hardware, times)
-        yield found, simulate(trace, found, plan)
+def _first(factors: Sequence[float], agrees: Callable[[float], bool]) -> float | None:
+    """The first factor that ``agrees``, as all after it do; None if none does.
+
+    By halves: a long trace takes a second to simulate.
+    """
+    place = bisect_left(factors, True, key=agrees)
+    return factors[place] if place < len(factors) else None
+
+
+def _with_links(trace: Trace, plan: Plan, hardware: HardwareProfile, times: float) -> Timeline:
+    """What the plan is predicted to do with links that many times as fast."""
+    return simulate(trace, _all_times(hardware, times), plan)
 
 
 def _all_times(hardware: HardwareProfile, times: float) -> HardwareProfile:

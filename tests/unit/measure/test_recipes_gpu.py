@@ -1,4 +1,4 @@
-"""What is tried on a GPU: convolutions where replays run, as torch keeps an algorithm for each thread."""
+"""Convolutions are tried where replays run: torch keeps an algorithm of each for each thread."""
 
 from __future__ import annotations
 
