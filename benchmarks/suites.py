@@ -98,7 +98,8 @@ def _targets() -> Iterable[Case]:
     others = ("belady-graph:auto", OURS + "layrub_hybrid", "checkpoint")
     yield from _within("resnet1517", "11239MiB", others)
     # The host is what takes longest.
-    yield from _within("lstm", "50%", ("belady-graph:auto", "checkpoint"), "bf16")
+    for net, share in (("lstm", "50%"), ("dag", "33%")):
+        yield from _within(net, share, ("belady-graph:auto", "checkpoint"), "bf16")
     yield from _within("vgg416", "4.2GB", ())
     peers = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
     for net, sizes in (
