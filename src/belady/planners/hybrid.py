@@ -59,7 +59,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 14
+    version: int = 15
     recomputes: bool = True
 
     def __call__(

@@ -34,7 +34,7 @@ class Lifetime:
     """
 
     name: str = "lifetime"
-    version: int = 4
+    version: int = 5
     recomputes: bool = False
 
     def __call__(

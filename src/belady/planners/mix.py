@@ -19,7 +19,7 @@ from belady.planners.due import due_by, schedule, timed
 from belady.planners.moves import Case, movable, offloads, tier_for
 from belady.planners.repairs import Which, bulky, heavy, light, worst
 from belady.planners.sharing import held, passing
-from belady.planners.spread import Bytes, Spread, Times, alone, held_bytes, keep, slack_of
+from belady.planners.spread import Bytes, Spread, Times, alone, asked, held_bytes, keep, slack_of
 from belady.planners.ways import Ways
 from belady.planners.wish import Away, Wish
 
@@ -240,10 +240,10 @@ class Mixer:
         return self._repaired(wish, kept)
 
     def _keep(self, away: Away, slack: Bytes, reserve: float) -> set[int]:
-        """What stays: copied values first, those read first before others; then what costs most."""
+        """What stays: copied values first, and then what costs most."""
         trace, slack = self._case.trace, slack.copy()
         windows: dict[int, tuple[int, int]] = {}
-        for value in sorted(away.moves, key=lambda v: (away.moves[v].ready_by, v)):
+        for value in asked(self._case, away.moves):
             if value in self._alone:
                 _, free, back = offload_boundaries(trace, away.moves[value])
                 released = trace.storages[trace.values[value].storage].released

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ from belady.ir.timeline import Lane, Timeline
 from belady.ir.trace import Tier, Trace
 from belady.planners.moves import Case
 from belady.simulate.engine import routes
+
+# A copy is small that takes the link less than so many times what the host takes to issue it.
+_SMALL = 2.0
 
 Bytes = NDArray[np.int64]
 Times = NDArray[np.float64]
@@ -41,7 +45,7 @@ class Spread:
         self, case: Case, moves: Mapping[int, Offload], times: Times, slack: Bytes
     ) -> None:
         trace = case.trace
-        self._trace = trace
+        self._case, self._trace = case, trace
         self._times = times
         self._anchors = np.array(trace.anchors or range(len(trace.ops) + 1))
         self.moves = dict(moves)
@@ -51,14 +55,14 @@ class Spread:
         self._seconds = {value: copy_seconds(case, value, moves[value].tier) for value in moves}
 
     def keep(self, reserve: float) -> None:
-        """Let values stay that fit beside the reserve, those read first before others.
+        """Let values stay that fit beside the reserve, in the order of `asked`.
 
         Parameters
         ----------
         reserve
             Bytes left untouched, in multiples of the largest value.
         """
-        order = sorted(self._alone, key=lambda v: (self.moves[v].ready_by, v))
+        order = [value for value in asked(self._case, self.moves) if value in self._alone]
         windows = {value: self._away(value) for value in order}
         largest = max((self._nbytes[value] for value in order), default=0)
         for value in keep(windows, self._nbytes, self.slack, reserve * largest):
@@ -177,6 +181,22 @@ def keep(
             slack[start:stop] -= nbytes[value]
             kept.append(value)
     return kept
+
+
+def asked(case: Case, moves: Mapping[int, Offload]) -> list[int]:
+    """Copied values in the order in which they may stay: those read first before others.
+
+    Before them the smallest of those that cost the host about as much as the link: of the same
+    bytes it issues fewer copies, the larger they are.
+    """
+    link = case.hardware.link(Tier.DEVICE, Tier.HOST)
+
+    def turn(value: int) -> tuple[float, int, int]:
+        nbytes = held_bytes(case, value)
+        small = link is not None and link.seconds(nbytes) < _SMALL * link.issue_s
+        return nbytes if small else inf, moves[value].ready_by, value
+
+    return sorted(moves, key=turn)
 
 
 def held_bytes(case: Case, value: int) -> int:

@@ -106,7 +106,34 @@ def test_without_replays_it_is_the_lifetime_policy() -> None:
     trace, hardware = chain(12, replayable=False), gpu()
     for budget in budgets(trace, hardware, 0.1, 0.5):
         made, copies = (plan(policy, trace, hardware, budget) for policy in ("hybrid", "lifetime"))
-        assert made == replace(copies, planner="hybrid/14")
+        assert made == replace(copies, planner="hybrid/15")
+
+
+def issuing(hardware: HardwareProfile, seconds: float) -> HardwareProfile:
+    """The machine whose host takes that long to issue a copy."""
+    links = tuple(replace(link, issue_s=seconds) for link in hardware.links)
+    return replace(hardware, links=links)
+
+
+@pytest.mark.parametrize(("issue_us", "small_ones"), [(1, True), (200, False)])
+def test_small_copies_are_left_out_where_issuing_one_takes_long(
+    issue_us: int, small_ones: bool
+) -> None:
+    # A value of 2 MB and one of 8 in turn, of which the first saved are read last.
+    small, large = (OpSpec(nbytes=size * MB, device_us=20, host_us=50) for size in (2, 8))
+    trace = build_trace(
+        [*[small, large] * 10, replace(small, replayable=True), *[large, small] * 10]
+    )
+    hardware = issuing(gpu(), issue_us * 1e-6)
+    (budget,) = budgets(trace, hardware, 0.5)
+    made = plan("hybrid", trace, hardware, budget)
+    moved = [
+        trace.storages[trace.values[value].storage].nbytes
+        for value, decision in made.decisions.items()
+        if isinstance(decision, Offload)
+    ]
+    assert max(moved) == 8 * MB
+    assert (2 * MB in moved) == small_ones
 
 
 def test_a_link_that_hides_every_copy_leaves_nothing_to_recompute() -> None:
