@@ -19,7 +19,8 @@ def out_of_memory(
     Parameters
     ----------
     engine
-        What ran the iteration; it may know ``least_bytes``.
+        What ran the iteration; it may know ``least_bytes``, and ``reasons`` why parts of the models
+        are not managed.
     more
         What was done about it already, as sentences.
     """
@@ -52,4 +53,7 @@ def _to_do(engine: object) -> str:
     said = "a larger budget, or policy='floor', leaves the allocator more room"
     if least:
         said += f". With Adam's state, born in its first step, {format_bytes(least)} are needed"
+    left_out = next(iter(getattr(engine, "reasons", ())), None)
+    if left_out is not None:
+        said += f". Not all of the model is managed ({left_out}): with engine='eager' it is"
     return said

@@ -35,3 +35,27 @@ def test_the_budget_that_an_optimizer_like_adam_needs_is_named() -> None:
 def test_nothing_is_named_that_is_not_known() -> None:
     assert "are needed" not in str(out_of_memory(FULL, None))
     assert "larger budget" in str(out_of_memory(FULL, object()))
+
+
+def test_what_is_not_managed_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).prod(0)
+
+    def train() -> None:
+        whole = Product()
+        with belady.virtualize(whole, "1GiB", engine="graph"):
+            whole(torch.ones(8, 8)).sum().backward()
+            raise FULL
+
+    with pytest.raises(
+        belady.OutOfMemoryError, match=r"Not all of the model is managed \(.*prod"
+    ) as raised:
+        train()
+    assert "engine='eager'" in str(raised.value)
