@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -47,12 +48,16 @@ class Session:
         Whether, after so many iterations, the next ones are like it.
     extras
         What the method itself knows of the iterations, once they are over.
+    own_peak
+        Bytes at the peak by the method's own count, where nobody else can count op by op: Dynamo
+        captures nothing under a dispatch mode.
     """
 
     work: Workload
     applied: Applied
     settled: Callable[[int], bool]
     extras: Callable[[], Record]
+    own_peak: Callable[[], int] | None = None
 
     def iterate(self, count: int) -> list[float]:
         """Run iterations and wait for the device once, at the end."""
@@ -221,7 +226,15 @@ def _virtual(
 
     with belady.virtualize(work.model, budget, policy=policy, engine=engine) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
-        yield vm, Session(work, Applied(work.model), settled, dict)
+        own_peak = None if engine == ENGINES[OURS] else partial(_own_peak, vm)
+        yield vm, Session(work, Applied(work.model), settled, dict, own_peak)
+
+
+def _own_peak(vm: belady.VirtualMemory) -> int:
+    run = vm.run()
+    if run is None or run.measured is None:
+        raise RuntimeError("no plan was verified, and so no peak is known")
+    return run.measured.peak(Tier.DEVICE)
 
 
 def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:

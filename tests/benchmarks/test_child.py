@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,9 @@ def test_a_policy_on_captured_graphs_has_the_bits_of_plain_pytorch() -> None:
     record = child._outcome(case, Known({}))
     assert record["equal"]
     assert record["planner"].startswith("baseline/")
+    # A mode that counts would see plain PyTorch, as nothing is captured under one.
+    less = replace(case, method="belady-graph:floor", equal_steps=0)
+    assert child._outcome(less, Known({}))["peak_allocated_bytes"] < record["peak_allocated_bytes"]
 
 
 @pytest.mark.parametrize(("name", "word"), [("vgg18", "vgg19"), ("", "vgg19")])
