@@ -24,7 +24,7 @@ from belady.planners.moves import Case
 from belady.simulate.engine import routes
 
 # A copy is small that takes the link less than so many times what the host takes to issue it.
-_SMALL = 2.0
+_SMALL = 4.0
 
 Bytes = NDArray[np.int64]
 Times = NDArray[np.float64]
