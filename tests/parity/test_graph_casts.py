@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import belady
 from belady.errors import GraphError
@@ -70,6 +71,68 @@ class CastsToo(Shared):
     def forward(self, steps: Tensor) -> Tensor:
         weight = self.mix.weight.to(torch.bfloat16)
         return super().forward((steps.to(torch.bfloat16) @ weight).float())
+
+
+class InACheckpoint(Shared):
+    """Each block that is made again has a region of its own."""
+
+    def block(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.mix(self.mix(self.mix(x).tanh()).tanh()).float()
+
+    def forward(self, steps: Tensor) -> Tensor:
+        for _ in range(2):
+            steps = checkpoint(self.block, steps, use_reentrant=False)
+        return self.head(steps.sum(1))
+
+
+class TwiceInOneOp(Shared):
+    """One op takes the weight twice, and hands two gradients over at once."""
+
+    def forward(self, steps: Tensor) -> Tensor:
+        weight = self.mix.weight
+        square = weight @ weight
+        once = nn.functional.linear(steps.sum(1), weight).tanh() @ square
+        return self.head(nn.functional.linear(once, weight))
+
+
+class PassedThrough(Shared):
+    """The gradient of a summand was made long before it is handed over."""
+
+    def forward(self, steps: Tensor) -> Tensor:
+        weight, x = self.mix.weight, steps.sum(1)[:1].expand(WIDTH, WIDTH)
+        mixed = self.mix(x)
+        found = torch.addmm(weight, x, mixed) + torch.mm(x, weight) + torch.mm(mixed.tanh(), weight)
+        return self.head(found[:8] + steps.sum(1))
+
+
+class OtherDtypeInside(Shared):
+    """Of a region inside another, with another precision."""
+
+    def forward(self, steps: Tensor) -> Tensor:
+        with torch.autocast(steps.device.type, torch.bfloat16):
+            with torch.autocast(steps.device.type, torch.float16):
+                x = self.mix(self.mix(self.mix(steps).tanh()).tanh())
+        return self.head(x.float().sum(1))
+
+
+class NoCacheInside(Shared):
+    """Of a region inside another, without the cache."""
+
+    def forward(self, steps: Tensor) -> Tensor:
+        with torch.autocast(steps.device.type, torch.bfloat16):
+            x = self.mix(steps).tanh()
+            with torch.autocast(steps.device.type, torch.bfloat16, cache_enabled=False):
+                x = self.mix(self.mix(x).tanh())
+        return self.head(x.float().sum(1))
+
+
+class Decorated(Shared):
+    """One region, which says of its cache what is so anyway."""
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, steps: Tensor) -> Tensor:
+        return super().forward(steps)
 
 
 class CastByHand(Shared):
@@ -171,7 +234,15 @@ def test_what_autocast_does_not_remember_stays_as_it_is(model: type[nn.Module], 
 
 @pytest.mark.parametrize(
     ("model", "step", "reason"),
-    [(TwoRegions, plain, "several regions of autocast"), (CastsToo, autocast, "to others")],
+    [
+        (TwoRegions, plain, "how often autocast"),
+        (CastsToo, autocast, "to others"),
+        (InACheckpoint, plain, "how often autocast"),
+        (OtherDtypeInside, plain, "how often autocast"),
+        (NoCacheInside, plain, "how often autocast"),
+        (TwiceInOneOp, autocast, "in which order"),
+        (PassedThrough, autocast, "in which order"),
+    ],
 )
 def test_where_it_is_not_known_how_gradients_are_added_nothing_is_captured(
     model: type[nn.Module], step: Step, reason: str
@@ -208,6 +279,41 @@ def trained(of: type[nn.Module], step: Step, *, exact: bool = False) -> tuple[bo
 SAID = "casts a parameter that is used outside of the graph, too"
 
 
+def test_one_region_that_is_a_decorator_is_one() -> None:
+    wrong, host = outcome(task(Decorated), plain, ["direct", "threads"])
+    assert wrong == []
+    assert host.reasons == []
+
+
+def test_whether_an_input_is_a_leaf_can_change() -> None:
+    read = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read = nn.ModuleList(read)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = (it(x) for it in self.read)
+            return (query @ key.T).tanh() @ value
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        found = []
+        for number in range(6):
+            x = torch.full((8, WIDTH), 0.1 + number, requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                result = model(x if number % 2 else x * 1.0)
+            result.float().square().sum().backward()
+            assert x.grad is not None
+            found.append(x.grad)
+        return found
+
+    plainly = gradients(Reads())
+    managed = Reads()
+    with belady.virtualize(managed, "1GiB", engine="graph"):
+        assert all(map(torch.equal, plainly, gradients(managed)))
+
+
 @pytest.mark.parametrize(("of", "step"), [(InTwoGraphs, autocast), (Shared, penalized)])
 def test_a_parameter_that_others_use_too_is_told(of: type[nn.Module], step: Step) -> None:
     same, report = trained(of, step)
@@ -230,3 +336,11 @@ def test_parts_that_cast_run_as_plain_pytorch_where_bits_are_exact() -> None:
 def test_a_whole_that_casts_what_others_use_is_an_error_where_bits_are_exact() -> None:
     with pytest.raises(GraphError, match=SAID):
         trained(Shared, penalized, exact=True)
+
+
+def test_what_begins_later_is_an_error_where_bits_are_exact() -> None:
+    training = Training(task(Shared))
+    with belady.virtualize(training.model, "1GiB", engine="graph", exact=True):
+        training.run(autocast, range(6))
+        with pytest.raises(GraphError, match=SAID):
+            training.run(penalized, range(6, 7))

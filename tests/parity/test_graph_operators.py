@@ -82,7 +82,7 @@ def differentiated(sample: Sample, carrier: Carrier | None) -> list[Tensor]:
     tensors = [leaves[place] for place in places]
     if carrier is not None:
         host = PlannedHost([], carrier, lambda trace: random_plan(trace, "direct", 3))
-        graph = Captured(host, Remembered(frozenset(), torch.bfloat16))
+        graph = Captured(host, Remembered(frozenset(), frozenset(), torch.bfloat16))
         function = aot_function(
             call,
             fw_compiler=graph.forward,

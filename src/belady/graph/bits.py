@@ -115,11 +115,12 @@ class Bits:
         Parameters
         ----------
         observed
-            Whether to look at what is the same in every iteration, too.
+            Whether to look at who else uses what it casts, too, which hardly ever changes; where
+            bits are to be exact, that is always looked at.
         """
         if graph.summed:
             self._watch("gradient sums", graph, graph.summed, results)
-        if observed and graph.cast:
+        if graph.cast and (observed or self._exact):
             self._watch("casts", graph, graph.cast, results)
 
     def _watch(

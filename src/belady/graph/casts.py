@@ -7,10 +7,10 @@ that cache: each use has a copy, and the sum is taken in the higher precision, w
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -31,28 +31,35 @@ class Remembered:
     Attributes
     ----------
     places
-        Numbers of the inputs whose casts to ``dtype`` it remembers.
-    known
-        Whether that is from the first cast on for the whole graph; else what is cast twice is
-        refused.
+        Numbers of the parameters whose casts to ``dtype`` it remembers.
+    unsure
+        Numbers of the inputs of which that is not known: what is cast twice is refused.
     """
 
     places: frozenset[int]
+    unsure: frozenset[int]
     dtype: torch.dtype
-    known: bool = True
 
     @classmethod
     def of(cls, module: fx.GraphModule, inputs: Sequence[Any], device: str) -> Remembered:
         """Of what Dynamo captured, about to be called with ``inputs``, on a type of device."""
-        regions = _regions(module)
+        trained = {n for n, it in enumerate(inputs) if _gets_gradients(it)}
         around = torch.is_autocast_enabled(device)
-        caches = torch.is_autocast_cache_enabled() and bool(around or regions)
-        places = (n for n, given in enumerate(inputs) if caches and _is_remembered(given))
+        regions = _regions(module)
         dtype: Any = torch.get_autocast_dtype(device)
         if regions and not around:
-            dtype = regions[0].args[1] or dtype
-        alike = all(it.args[1] in (None, dtype) and it.args[3] is None for it in regions)
-        return cls(frozenset(places), dtype, alike and (around or len(regions) < 2))
+            dtype = regions[0].dtype or dtype
+        if not regions and not (around and torch.is_autocast_cache_enabled()):
+            return cls(frozenset(), frozenset(), dtype)
+        # A checkpoint begins a region of its own when it runs again, perhaps in a backward.
+        parted = sum(isinstance(it, fx.GraphModule) for it in module.modules()) > 1
+        alike = all(it.dtype in (None, dtype) and it.caches is not False for it in regions)
+        several = not around and len({it.outermost for it in regions}) > 1
+        if parted or several or not alike or not torch.is_autocast_cache_enabled():
+            return cls(frozenset(), frozenset(trained), dtype)
+        # Whether any other tensor is a leaf can change from call to call.
+        known = {n for n in trained if isinstance(inputs[n], torch.nn.Parameter)}
+        return cls(frozenset(known), frozenset(trained - known), dtype)
 
     def share(self, joint: fx.GraphModule, outputs: int) -> tuple[int, ...]:
         """Have each of these parameters cast once, and its gradients added before they are cast.
@@ -72,24 +79,18 @@ class Remembered:
         TraceError
             If it is not known how plain PyTorch would add them.
         """
-        primals = [
-            node
-            for node in joint.graph.find_nodes(op="placeholder")
-            if "tangents" not in str(node.target)
-        ]
+        holders = joint.graph.find_nodes(op="placeholder")
+        primals = [node for node in holders if "tangents" not in str(node.target)]
         cast = []
-        for place in sorted(self.places.intersection(range(len(primals)))):
-            casts = list(self._casts(primals[place]))
-            cast += [place] if casts else []
-            if len(casts) < 2:
-                continue
-            if not self.known:
-                raise TraceError(
-                    f"{primals[place]} is cast to {self.dtype} {len(casts)} times in several "
-                    "regions of autocast, and it is not known in which of them it does that once"
-                )
-            _one_gradient(joint.graph, outputs + place, casts)
-            _one_cast(casts)
+        for place, primal in enumerate(primals):
+            casts = list(self._casts(primal))
+            if place in self.unsure:
+                _refuse_several(primal)
+            elif place in self.places and casts:
+                cast.append(place)
+                if len(casts) > 1:
+                    _one_gradient(joint.graph, outputs + place, casts)
+                    _one_cast(casts)
         return tuple(cast)
 
     def _casts(self, source: fx.Node) -> Iterator[fx.Node]:
@@ -111,25 +112,48 @@ def share_all(joint: fx.GraphModule) -> None:
         _one_cast(casts)
 
 
-def _regions(module: fx.GraphModule) -> list[fx.Node]:
-    """The regions of autocast that lie in no other one of the graph."""
-    found, depth = [], 0
-    for node in module.graph.nodes:
+class _Region(NamedTuple):
+    """A region in which autocast casts, and the number of the outermost one that it lies in."""
+
+    outermost: int
+    dtype: torch.dtype | None
+    caches: bool | None
+
+
+def _regions(module: fx.GraphModule) -> list[_Region]:
+    """Of the graph, and of those that it calls: each of these by itself."""
+    found, depth, outermost = list[_Region](), 0, 0
+    graphs = [it.graph for it in module.modules() if isinstance(it, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
         if node.target is _enter_autocast:
-            found += [node] if depth == 0 else []
+            outermost += depth == 0
             depth += 1
+            _, dtype, enabled, caches = node.args
+            if enabled:
+                found.append(_Region(outermost, dtype, caches))
         depth -= node.target is _exit_autocast
     return found
 
 
-def _is_remembered(given: Any) -> bool:
+def _gets_gradients(given: Any) -> bool:
     return (
         isinstance(given, torch.Tensor)
         and given.dtype is torch.float32
         and given.requires_grad
-        and given.is_leaf
-        and not given._is_view()
+        and not (isinstance(given, torch.nn.Parameter) and given._is_view())
     )
+
+
+def _refuse_several(primal: fx.Node) -> None:
+    casts = Counter(
+        it.kwargs.get("dtype") for it in primal.users if it.target is _CAST and is_forward(it)
+    )
+    for dtype, count in casts.items():
+        if count > 1:
+            raise TraceError(
+                f"{primal} is cast to {dtype} {count} times, and it is not known how often "
+                "autocast does that"
+            )
 
 
 def _for_its_user(cast: fx.Node) -> bool:
@@ -182,7 +206,7 @@ def _one_gradient(graph: fx.Graph, place: int, casts: Iterable[fx.Node]) -> None
     if not sums:
         return
     numbers = {node: number for number, node in enumerate(graph.nodes)}
-    terms: list[Any] = sorted((it.args[0] for it in parts), key=lambda node: numbers[node])
+    terms = sorted(_handed_over(parts, casts), key=numbers.__getitem__)
     total = terms[0]
     for term in terms[1:]:
         with graph.inserting_after(term):
@@ -194,6 +218,28 @@ def _one_gradient(graph: fx.Graph, place: int, casts: Iterable[fx.Node]) -> None
     gradient.replace_all_uses_with(final)
     for node in (*sums, *parts):
         graph.erase_node(node)
+
+
+def _handed_over(parts: Sequence[fx.Node], casts: Iterable[fx.Node]) -> list[fx.Node]:
+    """What is cast back, each made by the node of autograd that gives it, and no two by one.
+
+    Else the order in which they are made is not that in which they are added.
+
+    Raises
+    ------
+    TraceError
+        If it is not so.
+    """
+    users = {it.meta.get("seq_nr"): [u for u in it.users if is_forward(u)] for it in casts}
+    terms, givers = list[fx.Node](), set[Any]()
+    for part in parts:
+        (term,) = part.all_input_nodes
+        by = {user.meta.get("seq_nr") for user in users[part.meta.get("seq_nr")]}
+        if by != {term.meta.get("seq_nr")} or is_forward(term) or by & givers:
+            raise TraceError(f"it is not known in which order plain PyTorch would add to {term}")
+        givers |= by
+        terms.append(term)
+    return terms
 
 
 def _added(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
