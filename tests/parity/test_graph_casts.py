@@ -110,9 +110,9 @@ class OtherDtypeInside(Shared):
     """Of a region inside another, with another precision."""
 
     def forward(self, steps: Tensor) -> Tensor:
-        with torch.autocast(steps.device.type, torch.bfloat16):
-            with torch.autocast(steps.device.type, torch.float16):
-                x = self.mix(self.mix(self.mix(steps).tanh()).tanh())
+        around = torch.autocast(steps.device.type, torch.bfloat16)
+        with around, torch.autocast(steps.device.type, torch.float16):
+            x = self.mix(self.mix(self.mix(steps).tanh()).tanh())
         return self.head(x.float().sum(1))
 
 

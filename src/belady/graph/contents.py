@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
@@ -75,7 +75,7 @@ class Content:
 
 
 def _counted(act: Callable[P, T]) -> Callable[P, T]:
-    """A method of `Contents`, and its time counted."""
+    """A method of `Contents` that is given a value, and its time counted."""
 
     @functools.wraps(act)
     def counted(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -83,8 +83,8 @@ def _counted(act: Callable[P, T]) -> Callable[P, T]:
         try:
             return act(*args, **kwargs)
         finally:
-            contents: Any = args[0]
-            contents.host_seconds += perf_counter() - begun
+            contents, value = cast("tuple[Contents, int]", args[:2])
+            contents.spent(value, perf_counter() - begun)
 
     return counted
 
@@ -100,6 +100,8 @@ class Contents:
     ----------
     host_seconds
         What issuing copies and encodings took the host so far; not where it waits for one.
+    encoding_seconds
+        Of these, encodings.
     """
 
     def __init__(
@@ -116,7 +118,13 @@ class Contents:
         self.passed = passed
         self.place: Place = place or (lambda gradient: gradient)
         self._live: dict[int, weakref.ref[Content]] = {}
-        self.host_seconds = 0.0
+        self.host_seconds = self.encoding_seconds = 0.0
+
+    def spent(self, value: int, seconds: float) -> None:
+        """The host spent that on a value."""
+        self.host_seconds += seconds
+        if isinstance(self._decisions[value], Encode):
+            self.encoding_seconds += seconds
 
     @_counted
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:

@@ -66,6 +66,12 @@ class Iteration:
         """What issuing the plan has taken the host so far."""
         return 0.0 if self.contents is None else self.contents.host_seconds
 
+    def count_engine(self) -> None:
+        """Note what issuing the plan has taken; nothing is taken over for a replay."""
+        if self.contents is not None:
+            self.sample.engine_seconds = self.engine_seconds
+            self.sample.replay_seconds = self.contents.encoding_seconds
+
     @property
     def host_seconds(self) -> float:
         """The host's time, without what issuing the plan has taken of it."""

@@ -198,7 +198,7 @@ class Session:
             self._monitor.cancel()
         self._carrier.sweep()
         self._planning.bits.forget()
-        iteration.sample.engine_seconds = iteration.engine_seconds
+        iteration.count_engine()
         if iteration.turned:
             self._ended(iteration.kind.stage, iteration.sample)
             order = tuple(iteration.order)

@@ -77,8 +77,8 @@ def with_pace_of(
     Parameters
     ----------
     slower
-        How many times as slow ops can be. A kernel that was watched takes no longer than it did
-        then: what lasts longer waits for the host, or shares the device with copies.
+        How many times as slow ops can become. A kernel that was watched takes no longer than the
+        trace has it: what lasts longer waits for the host, or shares the device with copies.
     """
     paced = [sample.paced for sample in samples if sample.paced]
     if trace.device == "cpu" or not paced:
