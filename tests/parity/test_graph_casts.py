@@ -135,6 +135,17 @@ class Decorated(Shared):
         return super().forward(steps)
 
 
+class InFloat32(Shared):
+    """Products in float32 inside of a region: attention's own, and one with autocast off."""
+
+    def forward(self, steps: Tensor) -> Tensor:
+        x = self.mix(steps)
+        x = nn.functional.scaled_dot_product_attention(x, x * 1.1, x * 0.9)
+        with torch.autocast(steps.device.type, enabled=False):
+            x = x.float() @ self.mix.bias.outer(self.mix.bias)
+        return self.head(x.sum(1))
+
+
 class CastByHand(Shared):
     """The user alone casts, twice: two copies of the weight, each with a gradient."""
 
@@ -277,6 +288,12 @@ def trained(of: type[nn.Module], step: Step, *, exact: bool = False) -> tuple[bo
 
 
 SAID = "casts a parameter that is used outside of the graph, too"
+
+
+def test_what_runs_in_float32_is_differentiated_in_float32() -> None:
+    wrong, host = outcome(task(InFloat32), autocast, ["direct", "threads"])
+    assert wrong == []
+    assert host.reasons == []
 
 
 def test_one_region_that_is_a_decorator_is_one() -> None:

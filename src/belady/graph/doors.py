@@ -47,6 +47,10 @@ _configured = torch._dynamo.config.patch(
     skip_nnmodule_hook_guards=False, recompile_limit=256, accumulated_recompile_limit=1024
 )
 
+# Plain PyTorch goes backward outside of the region: what forward ran in float32 inside of one, a
+# product with autocast off or attention's own, is differentiated in float32.
+_OUTSIDE_AUTOCAST = {"backward_pass_autocast": "off"}
+
 # Python 3.11 compiles what is three times as deep, which takes some 3 MiB of the stack.
 _DEEPEST = 5_000
 
@@ -100,7 +104,8 @@ def compile_joint(
         decompositions={},
     )
     try:
-        with _as_eager(), _room_for(module):
+        outside = torch._functorch.config.patch(_OUTSIDE_AUTOCAST)
+        with _as_eager(), _room_for(module), outside:
             compiled: Callable[..., Any] = backend(module, inputs)
     except TorchDynamoException:
         raise  # Dynamo asks itself for something
