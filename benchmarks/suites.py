@@ -97,7 +97,7 @@ def _targets() -> Iterable[Case]:
     # nvidia-smi's MB are MiB.
     others = ("belady-graph:auto", OURS + "layrub_hybrid", "checkpoint")
     yield from _within("resnet1517", "11239MiB", others)
-    # The host is what takes longest.
+    # The host takes longer than kernels do, or about as long.
     for net, share in (("lstm", "50%"), ("dag", "33%")):
         yield from _within(net, share, ("belady-graph:auto", "checkpoint"), "bf16")
     yield from _within("vgg416", "4.2GB", ())

@@ -88,14 +88,18 @@ def test_a_flush_waits_for_all_that_was_issued_before(stats: dict[str, int]) -> 
     assert seconds == pytest.approx([HELD] * 4, rel=0.25)
 
 
-def test_what_the_host_takes_to_issue_an_op_is_no_kernels_time(
-    stats: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def now(stats: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which stands still unless a test changes it; spins take the device's."""
     now = [0.0]
     for module in (clocks, sys.modules[__name__]):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     monkeypatch.setattr(Event, "busy_until", 0.0)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: Event.kernel(cycles / 2e9))
+    return now
+
+
+def test_what_the_host_takes_to_issue_an_op_is_no_kernels_time(now: list[float]) -> None:
     clock = CudaClock(torch.device("cuda"))
     for host in (20e-6, 150e-6, 250e-6):
         clock.start()
@@ -107,13 +111,8 @@ def test_what_the_host_takes_to_issue_an_op_is_no_kernels_time(
 
 
 def test_what_events_show_with_nothing_between_them_is_not_the_ops(
-    stats: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [0.0]
-    for module in (clocks, sys.modules[__name__]):
-        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(Event, "busy_until", 0.0)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: Event.kernel(cycles / 2e9))
     record = Event.record
 
     def slowly(event: Event) -> None:
