@@ -24,7 +24,8 @@ from belady.ir.replay import reasons, sources
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier, Trace
 from belady.memory.carrier import Carrier
-from belady.memory.lanes import CpuLanes, Fence
+from belady.memory.fences import Fence
+from belady.memory.lanes import CpuLanes
 from belady.planners.replays import cheapest
 from tests.support.memory import POISON, CarrierUnderTest, SlowCudaLanes, SlowFiles, ThreadLanes
 from tests.support.models import Task

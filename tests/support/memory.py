@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ import torch
 from belady.ir.timeline import Lane
 from belady.memory.carrier import Carrier
 from belady.memory.disk import DiskStore
+from belady.memory.fences import Fence
 from belady.memory.files import Bytes, Files
-from belady.memory.lanes import CpuLanes, CudaLanes, Fence, Lanes, resolve
+from belady.memory.lanes import CpuLanes, CudaLanes, Lanes, resolve
 from belady.memory.slab import Block, HostArena
 from belady.memory.tickets import Extent
 
@@ -77,7 +78,10 @@ class FaultyFiles(Files):
         return guarded
 
 
-@dataclass(frozen=True, slots=True)
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(slots=True, eq=False)
 class ThreadFence(Fence):
     """Passed once its event is set."""
 
@@ -110,7 +114,9 @@ class ThreadLanes(Lanes):
     def present(self) -> Fence:
         return Fence(Lane.COMPUTE, next(self._orders))
 
-    def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
+    def issue(
+        self, lane: Lane, after: Iterable[Fence], work: Callable[[*Ts], None], *args: *Ts
+    ) -> Fence:
         before = list(after)
         with self._lock:
             fence = ThreadFence(lane, next(self._orders), threading.Event())
@@ -121,7 +127,7 @@ class ThreadLanes(Lanes):
                     earlier.synchronize()
                 self.held[lane].wait(30)
                 time.sleep(self.delays[lane])
-                work(0)
+                work(*args)
                 fence.event.set()
 
             self._pools[lane].submit(late)

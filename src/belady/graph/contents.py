@@ -74,21 +74,6 @@ class Content:
         return content
 
 
-def _counted(act: Callable[P, T]) -> Callable[P, T]:
-    """A method of `Contents` that is given a value, and its time counted."""
-
-    @functools.wraps(act)
-    def counted(*args: P.args, **kwargs: P.kwargs) -> T:
-        begun = perf_counter()
-        try:
-            return act(*args, **kwargs)
-        finally:
-            contents, value = cast("tuple[Contents, int]", args[:2])
-            contents.spent(value, perf_counter() - begun)
-
-    return counted
-
-
 class Contents:
     """The contents of one iteration, by value: what generated code calls.
 
@@ -99,10 +84,13 @@ class Contents:
     Attributes
     ----------
     host_seconds
-        What issuing copies and encodings took the host so far; not where it waits for one.
+        What issuing copies and encodings took the host so far; not where it waits for one. 0 where
+        nobody counts it.
     encoding_seconds
         Of these, encodings.
     """
+
+    host_seconds = encoding_seconds = 0.0
 
     def __init__(
         self,
@@ -118,15 +106,7 @@ class Contents:
         self.passed = passed
         self.place: Place = place or (lambda gradient: gradient)
         self._live: dict[int, weakref.ref[Content]] = {}
-        self.host_seconds = self.encoding_seconds = 0.0
 
-    def spent(self, value: int, seconds: float) -> None:
-        """The host spent that on a value."""
-        self.host_seconds += seconds
-        if isinstance(self._decisions[value], Encode):
-            self.encoding_seconds += seconds
-
-    @_counted
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
         """Begin to manage the storage of ``tensor``, or go on, where another call began.
 
@@ -140,7 +120,6 @@ class Contents:
             self._live[value] = weakref.ref(content)
         return content
 
-    @_counted
     def send(self, value: int) -> None:
         """Issue a copy-out."""
         content, decision = self._find(value), self._decisions[value]
@@ -148,14 +127,12 @@ class Contents:
             assert isinstance(decision, Offload)
             content.bytes.send(decision.tier)
 
-    @_counted
     def free(self, value: int) -> None:
         """Let go of an original that was sent."""
         content = self._find(value)
         if content is not None and isinstance(content.bytes, Moved):
             content.bytes.free()
 
-    @_counted
     def encode(self, value: int) -> None:
         """Encode a value where it is."""
         content, decision = self._find(value), self._decisions[value]
@@ -165,7 +142,6 @@ class Contents:
             if self._landing is not None and isinstance(content.bytes, Packed):
                 self._landing((content.bytes.encoded.data,))
 
-    @_counted
     def bring(self, value: int) -> None:
         """Have a value on its way back, or decoded."""
         content = self._find(value)
@@ -177,3 +153,34 @@ class Contents:
     def _find(self, value: int) -> Content | None:
         known = self._live.get(value)
         return None if known is None else known()
+
+
+def _counted(act: Callable[P, T]) -> Callable[P, T]:
+    """A method of `Contents` with its time counted; its first argument is the value."""
+
+    @functools.wraps(act)
+    def counted(*args: P.args, **kwargs: P.kwargs) -> T:
+        begun = perf_counter()
+        try:
+            return act(*args, **kwargs)
+        finally:
+            contents, value = cast("tuple[CountedContents, int]", args[:2])
+            contents.spent(value, perf_counter() - begun)
+
+    return counted
+
+
+class CountedContents(Contents):
+    """Contents of an iteration that is measured."""
+
+    hold = _counted(Contents.hold)
+    send = _counted(Contents.send)
+    free = _counted(Contents.free)
+    encode = _counted(Contents.encode)
+    bring = _counted(Contents.bring)
+
+    def spent(self, value: int, seconds: float) -> None:
+        """The host spent that on a value."""
+        self.host_seconds += seconds
+        if isinstance(self._decisions[value], Encode):
+            self.encoding_seconds += seconds

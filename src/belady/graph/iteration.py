@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from belady.graph.capture import Captured, State
-from belady.graph.contents import Contents
+from belady.graph.contents import Contents, CountedContents
 from belady.graph.counting import Counted
 from belady.graph.kinds import Kind
 from belady.graph.watching import Watched
@@ -58,7 +58,10 @@ class Iteration:
         if kind.force is not None:
             landing = None if counted is None else counted.seen
             decisions, place = kind.force.plan.decisions, kind.force.place
-            contents = Contents(carrier, decisions, landing, sample.passed, place)
+            if sample.now is None:
+                contents = Contents(carrier, decisions, landing, place=place)
+            else:
+                contents = CountedContents(carrier, decisions, landing, sample.passed, place)
         return cls(kind, contents, watched, counted, sample)
 
     @property

@@ -18,7 +18,8 @@ from belady.ir.timeline import Lane
 from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
 from belady.memory.disk import DiskStore
-from belady.memory.lanes import Fence, Lanes
+from belady.memory.fences import Fence
+from belady.memory.lanes import Lanes
 from belady.memory.slab import Block, HostArena
 
 KIB, MIB = 2**10, 2**20

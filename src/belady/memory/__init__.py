@@ -3,7 +3,8 @@
 from belady.memory.carrier import Arrival, Carrier, Parcel
 from belady.memory.codecs import Encoded, decode, encode
 from belady.memory.disk import DiskStore
-from belady.memory.lanes import CpuLanes, CudaLanes, Fence, Lanes, lanes_for
+from belady.memory.fences import Fence
+from belady.memory.lanes import CpuLanes, CudaLanes, Lanes, lanes_for
 from belady.memory.slab import Block, HostArena
 from belady.memory.staging import staging_bytes
 

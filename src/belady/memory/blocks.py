@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from belady.errors import TierFullError
-from belady.memory.lanes import Fence
+from belady.memory.fences import Fence
 from belady.units import format_bytes
 
 # The driver keeps track of 2 MiB at a time: no two blocks share one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,8 +11,11 @@ from belady.ir.plan import Managed
 from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
 from belady.memory.codecs import Encoded, decode, encode, encode_as
-from belady.memory.geometry import Geometry, content_of, unseen
+from belady.memory.geometry import Geometry, content_of, seen, unseen
 from belady.memory.streams import current_stream
+
+# To enter a real context where nothing is to be shut out costs as much as an allocation.
+_AS_IT_IS = nullcontext()
 
 
 class Moved:
@@ -66,7 +69,7 @@ class Moved:
             If the tier cannot take the bytes; they stay.
         """
         if self.parcel is None and self.source is not None:
-            with unseen(), self._after_producer():
+            with self._after_producer():
                 self.parcel = self.carrier.send(self.source, tier, self.label)
 
     def free(self) -> None:
@@ -80,7 +83,7 @@ class Moved:
         """Take device bytes and issue the copy-in, unless the bytes are here."""
         if self.parcel is not None and self.source is None and self.arrival is None:
             self._home = current_stream(self.carrier.device)
-            with unseen():
+            with unseen() if seen() else _AS_IT_IS:
                 self.arrival = self.parcel.fetch()
 
     def take(self) -> torch.Tensor:
@@ -91,10 +94,10 @@ class Moved:
         arrival, reader = self.arrival, current_stream(self.carrier.device)
         if arrival is None:
             raise RuntimeError("the bytes of a saved value are in no tier")
-        if self.here is None or reader != self._reader:
+        if self.here is None or reader is not self._reader:
             arrival.wait()
             self.here, self._reader = arrival.tensor, reader
-            if reader != self._home and reader is not None:
+            if reader is not self._home and reader is not None:
                 # The bytes belong to the stream that asked for them; without this it could use
                 # them again while another one reads.
                 self.here.record_stream(reader)
@@ -106,10 +109,16 @@ class Moved:
         return None if self.arrival is None else self.arrival.tensor
 
     def _after_producer(self) -> AbstractContextManager[object]:
+        """Unseen by dispatch modes, on the stream of the op that saves the bytes."""
         producer = self._producer
-        if producer is None or producer == current_stream(self.carrier.device):
-            return nullcontext()
-        return torch.cuda.stream(producer)
+        there = producer is None or producer is current_stream(self.carrier.device)
+        if there and not seen():
+            return _AS_IT_IS
+        with ExitStack() as stack:
+            stack.enter_context(unseen())
+            if not there:
+                stack.enter_context(torch.cuda.stream(producer))
+            return stack.pop_all()
 
     @property
     def shared(self) -> bool:
@@ -143,7 +152,7 @@ class Paged(Moved):
         """
         if self.parcel is None and self.source is not None:
             decision = self._decision
-            with unseen(), self._after_producer():
+            with self._after_producer():
                 paging = self.carrier.paging
                 self.parcel = paging.send(self.source, self.label, faults=decision.faults)
             self.source = None

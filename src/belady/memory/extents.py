@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from belady.ir.timeline import Lane
-from belady.memory.lanes import Fence
+from belady.memory.fences import Fence
 
 PAGE = 4096
 

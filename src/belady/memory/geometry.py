@@ -15,6 +15,7 @@ below_views = torch._C._AutoDispatchBelowADInplaceOrView
 # Above zero where a dispatch mode would see. To ask is much cheaper than to make sure.
 seen = torch._C._len_torch_dispatch_stack
 
+_NOTHING: dict[torch.device, torch.Tensor] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -105,8 +106,15 @@ def content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    device = tensor.device
+    nothing = _NOTHING.get(device)
+    if nothing is None:
+        # For all times: a tensor of inference mode could not be used outside of it.
+        with torch.inference_mode(False):
+            nothing = _NOTHING[device] = torch.empty(0, dtype=torch.uint8, device=device)
     with below_views():
-        content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        # A view of nothing is a tensor of its own, and takes a CUDA host half of an allocation.
+        content = nothing.view(-1)
         return content.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 
 

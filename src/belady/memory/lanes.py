@@ -1,9 +1,4 @@
-"""Streams and events of a device behind one small interface.
-
-A *fence* is a point on a lane. Waiting for a fence is always an order given to a stream or to
-a worker thread; nothing is decided by whether a fence has passed, so what happens does not
-depend on timing.
-"""
+"""Streams and events of a device behind one small interface."""
 
 from __future__ import annotations
 
@@ -11,56 +6,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVarTuple
 
 import torch
 
 from belady.ir.timeline import Lane
+from belady.memory.fences import CudaFence, Fence
 from belady.memory.streams import of_thread
 
-# Seconds that a thread sleeps before it asks again whether a fence has passed.
-_SHORTEST, _LONGEST = 20e-6, 1e-3
+Ts = TypeVarTuple("Ts")
 
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """A point on a lane; this base class stands for one that has already passed.
-
-    Attributes
-    ----------
-    lane
-        Lane on which the point lies.
-    order
-        Position among the fences of that lane: passing a later one implies the earlier.
-    ticks
-        Moments at which the copy that it ends began and ended, if they were asked for.
-    """
-
-    lane: Lane
-    order: int
-    ticks: tuple[object, object] | None = field(default=None, kw_only=True, compare=False)
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the point has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class CudaFence(Fence):
-    """A recorded CUDA event and the stream that it was recorded on."""
-
-    event: torch.cuda.Event
-    stream: torch.cuda.Stream
-
-    def synchronize(self) -> None:
-        """Block the calling thread, asleep, until the event has happened."""
-        # `event.synchronize` would spin on a core, unless the event was made to block; but of those
-        # a stream takes some dozens (an H100, driver 580: 56), and who records one more is held
-        # up until one of them has happened.
-        pause = _SHORTEST
-        while not self.event.query():  # type: ignore[no-untyped-call]
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+# Without the frames of torch.cuda.Event, each of which costs as much as what it calls.
+_Event = torch._C._CudaEventBase
 
 
 class Lanes(ABC):
@@ -98,15 +56,21 @@ class Lanes(ABC):
         Both tensors are one-dimensional and must stay alive until the fence returned has passed, or
         until a stream that reuses their memory has been told to wait for it.
         """
-        return self.issue(lane, after, lambda _: self.enqueue(target, source))
+        return self.issue(lane, after, self.enqueue, target, source)
 
     @abstractmethod
-    def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
+    def issue(
+        self, lane: Lane, after: Iterable[Fence], work: Callable[[*Ts], None], *args: *Ts
+    ) -> Fence:
         """Issue what ``work`` puts on the stream of ``lane``, to start after ``after``.
 
-        ``work`` is given the handle of the stream, which is the current one. The fence has ticks
-        while lanes are timed.
+        That stream is the current one while it is called. The fence has ticks while lanes are
+        timed.
         """
+
+    def handle(self, lane: Lane) -> int:
+        """What the driver calls the stream of ``lane``; 0 where there is none."""
+        return 0
 
     def enqueue(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Put one copy on the current stream; tests override it to make copies late."""
@@ -146,12 +110,14 @@ class CpuLanes(Lanes):
         """Mark a point that has passed."""
         return Fence(Lane.COMPUTE, next(self._orders))
 
-    def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
+    def issue(
+        self, lane: Lane, after: Iterable[Fence], work: Callable[[*Ts], None], *args: *Ts
+    ) -> Fence:
         """Do it now."""
         for fence in after:
             fence.synchronize()
         begun = self.tick()
-        work(0)
+        work(*args)
         return Fence(lane, next(self._orders), ticks=(begun, self.tick()))
 
     def wait(self, fence: Fence, home: Fence) -> None:
@@ -183,6 +149,7 @@ class CudaLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self._index: int = device.index
         self._streams = {
             Lane.COPY_OUT: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             Lane.COPY_IN: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
@@ -191,34 +158,40 @@ class CudaLanes(Lanes):
     def present(self) -> CudaFence:
         """Record an event on the current stream of the calling thread."""
         # Never cached: the user may switch streams between two calls.
-        return self._record(Lane.COMPUTE, of_thread(self.device.index))
+        return self._record(Lane.COMPUTE, of_thread(self._index))
 
-    def issue(self, lane: Lane, after: Iterable[Fence], work: Callable[[int], None]) -> Fence:
+    def issue(
+        self, lane: Lane, after: Iterable[Fence], work: Callable[[*Ts], None], *args: *Ts
+    ) -> Fence:
         """Put it on the stream of ``lane``."""
         stream = self._streams[lane]
         with self._lock:
             for fence in after:
-                if _cuda(fence).stream != stream:
-                    stream.wait_event(_cuda(fence).event)
+                fence.hold(stream)
             # As a context it is its own; torch.cuda.stream asks for devices in Python each time.
             # It cannot be entered twice, which the lock prevents.
             with stream:
                 begun = self.tick() if self.timed else None
-                work(stream.cuda_stream)
+                work(*args)
                 ticks = None if begun is None else (begun, self.tick())
             return self._record(lane, stream, ticks)
 
+    def handle(self, lane: Lane) -> int:
+        """The stream's pointer."""
+        return int(self._streams[lane].cuda_stream)
+
     def wait(self, fence: Fence, home: Fence) -> None:
         """Order one or two streams after the event."""
-        event, homely = _cuda(fence).event, _cuda(home).stream
-        current = of_thread(self.device.index)
-        current.wait_event(event)
-        if homely is not current and homely != current:
-            homely.wait_event(event)
+        assert isinstance(home, CudaFence)
+        current = of_thread(self._index)
+        fence.hold(current)
+        if home.stream is not current:
+            fence.hold(home.stream)
 
     def release_to(self, fence: Fence, home: Fence) -> None:
         """Order the stream of ``home`` after the event."""
-        _cuda(home).stream.wait_event(_cuda(fence).event)
+        assert isinstance(home, CudaFence)
+        fence.hold(home.stream)
 
     def drain(self) -> None:
         """Synchronize both streams."""
@@ -228,7 +201,7 @@ class CudaLanes(Lanes):
     def tick(self) -> object:
         """Record a timing event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(of_thread(self.device.index))
+        event.record(of_thread(self._index))
         return event
 
     def seconds(self, start: object, end: object) -> float:
@@ -241,15 +214,9 @@ class CudaLanes(Lanes):
     def _record(
         self, lane: Lane, stream: torch.cuda.Stream, ticks: tuple[object, object] | None = None
     ) -> CudaFence:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = _Event()
         event.record(stream)
         return CudaFence(lane, next(self._orders), event, stream, ticks=ticks)
-
-
-def _cuda(fence: Fence) -> CudaFence:
-    if not isinstance(fence, CudaFence):
-        raise TypeError(f"{fence!r} is not a fence of a CUDA device")
-    return fence
 
 
 _LANES: dict[torch.device, Lanes] = {}

@@ -31,7 +31,8 @@ import torch
 from belady.errors import TierError
 from belady.ir.timeline import Lane
 from belady.memory.blocks import Block, Blocks, Driver, Lease
-from belady.memory.lanes import Fence, Lanes
+from belady.memory.fences import Fence
+from belady.memory.lanes import Lanes
 from belady.memory.streams import current_stream
 
 
@@ -156,7 +157,7 @@ class ManagedPool:
             self._come(block)
             before = [fence for fence in (home, block.last, self._returned) if fence is not None]
         if faults:
-            block.last = self._lanes.issue(Lane.COPY_IN, before, lambda _: None)
+            block.last = self._lanes.issue(Lane.COPY_IN, before, lambda: None)
         else:
             block.last = self._move(block, Lane.COPY_IN, before)
         return block.last
@@ -229,14 +230,10 @@ class ManagedPool:
     def _move(
         self, block: Block, lane: Lane, after: list[Fence], *, discard: bool = False
     ) -> Fence:
-        here = lane is Lane.COPY_IN
+        return self._lanes.issue(lane, after, self._prefetch, block, lane, discard)
 
-        def work(stream: int) -> None:
-            self._prefetch(block, stream, here=here, discard=discard)
-
-        return self._lanes.issue(lane, after, work)
-
-    def _prefetch(self, block: Block, stream: int, *, here: bool, discard: bool) -> None:
+    def _prefetch(self, block: Block, lane: Lane, discard: bool) -> None:
+        here, stream = lane is Lane.COPY_IN, self._lanes.handle(lane)
         self._driver.prefetch(block.pointer, block.used, here=here, discard=discard, stream=stream)
 
     def _come(self, block: Block) -> None:

@@ -13,6 +13,7 @@ from belady.memory.tape import Tape
 
 COPYING = (Lane.COPY_OUT, Lane.COPY_IN, Lane.DISK_WRITE, Lane.DISK_READ)
 _MOST_PENDING = 4096
+_UNTIMED = nullcontext()
 
 
 class Meter:
@@ -29,7 +30,7 @@ class Meter:
     def __init__(self, lanes: Lanes, enabled: bool) -> None:
         self.enabled = enabled
         self._lanes = lanes
-        self._moved = {lane: Moved(lane, 0, 0) for lane in COPYING}
+        self._nbytes, self._copies = dict.fromkeys(COPYING, 0), dict.fromkeys(COPYING, 0)
         self._stalls = dict.fromkeys(COPYING, 0.0)
         self._pending: list[tuple[Lane, object, object]] = []
         self.tape: Tape | None = None
@@ -43,12 +44,12 @@ class Meter:
         if self.tape is not None and ends is not None:
             self.tape.copied(lane, label, nbytes, ends)
         with self._lock:
-            so_far = self._moved[lane]
-            self._moved[lane] = Moved(lane, so_far.nbytes + nbytes, so_far.copies + 1)
+            self._nbytes[lane] += nbytes
+            self._copies[lane] += 1
 
     def stall(self, lane: Lane, label: int = -1) -> AbstractContextManager[None]:
         """Time the body as computation waiting for ``lane``; ``label`` says for what."""
-        return self._timed(lane, label) if self.enabled else nullcontext()
+        return self._timed(lane, label) if self.enabled else _UNTIMED
 
     @contextmanager
     def _timed(self, lane: Lane, label: int) -> Iterator[None]:
@@ -67,7 +68,7 @@ class Meter:
     def moved(self) -> dict[Lane, Moved]:
         """Bytes and copies so far."""
         with self._lock:
-            return dict(self._moved)
+            return {lane: Moved(lane, self._nbytes[lane], self._copies[lane]) for lane in COPYING}
 
     def stalls(self) -> dict[Lane, float]:
         """Seconds waited so far; blocks until the device has passed the last wait."""
@@ -78,7 +79,7 @@ class Meter:
     def reset(self) -> None:
         """Start again from zero."""
         with self._lock:
-            self._moved = {lane: Moved(lane, 0, 0) for lane in COPYING}
+            self._nbytes, self._copies = dict.fromkeys(COPYING, 0), dict.fromkeys(COPYING, 0)
             self._stalls = dict.fromkeys(COPYING, 0.0)
             self._pending.clear()
 

@@ -13,7 +13,8 @@ from belady.ir.trace import Tier
 from belady.memory.blocks import Lease
 from belady.memory.cap import keep_back
 from belady.memory.driver import CudaDriver
-from belady.memory.lanes import Fence, Lanes
+from belady.memory.fences import Fence
+from belady.memory.lanes import Lanes
 from belady.memory.managed import ManagedPool
 from belady.memory.parcels import Arrival, Hub, Parcel
 

@@ -14,8 +14,8 @@ from belady.errors import TierError
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier
 from belady.memory.disk import DiskStore
-from belady.memory.extents import latest
-from belady.memory.lanes import Fence, Lanes
+from belady.memory.fences import Fence
+from belady.memory.lanes import Lanes
 from belady.memory.meter import Meter
 from belady.memory.slab import Block, HostArena
 from belady.memory.tickets import Ticket
@@ -242,7 +242,8 @@ class HostParcel(Parcel):
         target, home = self._hub.landing(self.nbytes)
         after = (home, self._sent)
         landed = self._hub.copy(Lane.COPY_IN, target, self._block.tensor, after, self.label)
-        self._fences = latest((*self._fences, landed))
+        # It follows those before it on its lane.
+        self._fences = (self._sent, landed)
         return Arrival(self._hub, Lane.COPY_IN, target, home, lambda: landed, self.label)
 
     def _release(self) -> None:

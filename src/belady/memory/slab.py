@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from belady.errors import TierFullError
-from belady.memory.extents import PAGE, Extents, latest, round_up
-from belady.memory.lanes import Fence
+from belady.memory.extents import PAGE, Extents, round_up
+from belady.memory.fences import Fence
 from belady.memory.pages import Pages, PinnedPages, touch
 
 SMALLEST_SLAB = 2 * 2**20
@@ -111,12 +111,19 @@ class HostArena:
             return block
 
     def free(self, block: Block, fences: Iterable[Fence] = ()) -> None:
-        """Give ``block`` back; ``fences`` are the copies that may still touch it. Idempotent."""
+        """Give ``block`` back. Idempotent.
+
+        Parameters
+        ----------
+        fences
+            The copies that may still touch it, which have waited for the fences of the block;
+            those, unless there are any.
+        """
         with self._lock:
             slab, block._slab = block._slab, None
             if slab is None or slab not in self._slabs:  # the second: freed after `close`
                 return
-            after = latest((*block.fences, *fences))
+            after = tuple(fences) or block.fences
             # Another object: who frees this one twice must not free its next owner's.
             kept = Block(block.tensor, block.nbytes, after, slab, block._start, block._held)
             self._ready.setdefault(block.nbytes, []).append(kept)

@@ -22,7 +22,7 @@ from belady.ir.timeline import Lane
 from belady.ir.trace import Tier
 from belady.memory.disk import DiskStore
 from belady.memory.extents import PAGE, Extents, Range, round_up
-from belady.memory.lanes import Fence
+from belady.memory.fences import Fence
 from belady.memory.parcels import Arrival, Hub, Parcel
 from belady.memory.slab import HostArena
 from belady.memory.tickets import Extent

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import belady.graph.capture as capture
+from belady.memory.fences import Fence
 from belady.memory.geometry import below_autograd
-from belady.memory.lanes import Fence
 from belady.memory.parcels import Hub
 
 

@@ -18,7 +18,8 @@ from belady.errors import SpillError, TierError, TierFullError
 from belady.ir.timeline import Lane
 from belady.ir.trace import Tier
 from belady.memory.carrier import Arrival, Carrier, Parcel
-from belady.memory.lanes import Fence, lanes_for
+from belady.memory.fences import Fence
+from belady.memory.lanes import lanes_for
 from belady.memory.staging import staging_bytes
 from tests.support.memory import (
     CarrierUnderTest,

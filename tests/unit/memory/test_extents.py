@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from belady.ir.timeline import Lane
 from belady.memory.extents import PAGE, Extents, Range, latest, round_up
-from belady.memory.lanes import Fence
+from belady.memory.fences import Fence
 
 TOTAL = 64
 

@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from belady.ir.trace import Tier
+from belady.memory import geometry
+from belady.memory.carrier import Carrier
+from belady.memory.contents import Moved
 from belady.memory.geometry import Geometry, content_of
 from belady.memory.witness import witness
 
@@ -108,3 +112,29 @@ def test_a_mode_of_the_user_sees_nothing_of_it() -> None:
         tensor.add_(1.0)
     assert mode.ops == ["aten.add_.Tensor"]
     assert shadow._version == tensor._version
+
+
+def test_bytes_first_asked_for_in_inference_mode_can_be_used_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(geometry, "_NOTHING", {})
+    tensor = torch.ones(2)
+    with torch.inference_mode():
+        assert not content_of(tensor, 0, 8).is_inference()
+    content = content_of(tensor, 4, 8)
+    assert not content.is_inference()
+    assert content.view(torch.float32).tolist() == [1.0]
+    assert content._version == 0
+
+
+def test_a_mode_of_the_user_sees_no_copy_of_it() -> None:
+    carrier, tensor = Carrier("cpu"), torch.arange(4.0)
+    moved = Moved(tensor, 0, 16, carrier)
+    with Seeing() as mode:
+        moved.send(Tier.HOST)
+        moved.free()
+        moved.bring()
+        content = moved.take()
+    assert mode.ops == []
+    assert content.view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
+    carrier.close()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from belady.ir.timeline import Lane
-from belady.memory import lanes
-from belady.memory.lanes import CudaFence, CudaLanes
+from belady.memory import fences
+from belady.memory.fences import CudaFence
+from belady.memory.lanes import CudaLanes
 
 FENCES = 300
 
@@ -33,7 +34,7 @@ def fence_of(event: Passing) -> CudaFence:
 
 def test_a_thread_sleeps_until_a_fence_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(lanes.time, "sleep", slept.append)
+    monkeypatch.setattr(fences.time, "sleep", slept.append)
     event = Passing(12)
     fence_of(event).synchronize()
     assert event.left == 0
@@ -43,7 +44,7 @@ def test_a_thread_sleeps_until_a_fence_has_passed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_fence_that_has_passed_costs_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes.time, "sleep", pytest.fail)
+    monkeypatch.setattr(fences.time, "sleep", pytest.fail)
     fence_of(Passing(1)).synchronize()
 
 

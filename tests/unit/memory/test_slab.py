@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from belady.errors import TierFullError
 from belady.ir.timeline import Lane
 from belady.memory.extents import PAGE, round_up
-from belady.memory.lanes import Fence
+from belady.memory.fences import Fence
 from belady.memory.pages import Pages
 from belady.memory.slab import SMALLEST_SLAB, HostArena
 
@@ -48,7 +48,7 @@ class CountingPages(Pages):
         self.pinned.remove(address)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Gate(Fence):
     passed: threading.Event
 
