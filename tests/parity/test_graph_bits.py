@@ -352,3 +352,92 @@ def test_gradients_that_could_have_a_graph_need_not_be_used_so() -> None:
     with within(model):
         (found,) = torch.autograd.grad(squares(model, x), x, create_graph=True)
     assert found.equal(plain)
+
+
+class Normed(nn.Module):
+    """Ends in a norm over what it was told."""
+
+    def __init__(self, norm: nn.Module, rows: int = 5) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.norm = norm
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        return self.norm(x[:, None] + torch.linspace(0, 1, self.rows)[:, None])
+
+
+def over_batch() -> nn.Module:
+    return Normed(nn.BatchNorm1d(5))
+
+
+def over_features() -> nn.Module:
+    return Normed(nn.RMSNorm(WIDTH))
+
+
+def expanded(model: nn.Module, x: Tensor) -> Tensor:
+    """What a sum gives is one number, shown everywhere."""
+    return model(x.repeat(40, 1)).sum()
+
+
+def transposed(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x.repeat(40, 1)).transpose(0, 2)
+    return (y.contiguous() * torch.linspace(0.1, 3, y.numel()).reshape(y.shape)).sum()
+
+
+def first_of_all(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x.repeat(40, 1)).transpose(0, 1)
+    return (y.contiguous() * torch.linspace(0.1, 3, y.numel()).reshape(y.shape)).sum()
+
+
+def in_its_order(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x.repeat(40, 1))
+    return (y * torch.linspace(0.1, 3, y.numel()).reshape(y.shape)).sum()
+
+
+LYING = [(over_batch, expanded), (over_batch, transposed), (over_features, transposed)]
+
+
+@pytest.mark.parametrize(("make", "loss"), LYING)
+def test_a_gradient_that_lies_otherwise_is_said_before_a_norm(
+    make: Callable[[], nn.Module], loss: Loss
+) -> None:
+    same, run = trained(make, loss)
+    assert not same
+    assert run.plan.numerics == ("gradient layouts",)
+    assert "does not lie in memory as its result does" in run.notes[0]
+    model = made(make)
+    with within(model, exact=True):
+        total = loss(model, torch.ones(2, WIDTH))
+        with pytest.raises(GraphError, match="does not lie in memory"):
+            total.backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (over_batch, in_its_order),
+        (over_features, in_its_order),
+        (lambda: Normed(nn.LayerNorm(WIDTH)), transposed),
+        (lambda: Normed(nn.Linear(WIDTH, WIDTH)), transposed),
+        (lambda: Tied(1), expanded),
+        (over_features, expanded),
+        (lambda: Normed(nn.RMSNorm(WIDTH), 1), first_of_all),
+    ],
+    ids=[
+        "over the batch",
+        "over features",
+        "a layer norm",
+        "a product",
+        "an activation",
+        "ones",
+        "a dimension of one",
+    ],
+)
+def test_a_gradient_before_anything_else_may_lie_as_it_does(
+    make: Callable[[], nn.Module], loss: Loss
+) -> None:
+    same, run = trained(make, loss)
+    assert same
+    assert run.plan.numerics == ()

@@ -35,24 +35,33 @@ def when_asked_for_more(refuse: Callable[[], None]) -> None:
     handle = torch._C._current_autograd_node().register_hook(after)
 
 
+def can_be_given(value: Any) -> bool:
+    """Whether an input may come from another op of autograd's: a parameter does not."""
+    tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    return tensor and bool(value.requires_grad)
+
+
 def when_in_part(
     results: Sequence[Any],
-    inputs: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
     number: int,
-    tell: Callable[[frozenset[int] | None], None],
+    tell: Callable[[Sequence[torch.Tensor | None] | None], None],
 ) -> None:
-    """Look before each backward of a graph which of its ``number`` gradients nobody gives.
+    """Look before each backward of a graph at the ``number`` gradients that it is given.
 
-    They are zeros then; `missing` has their numbers.
+    Those that nobody gives are zeros then; `missing` has their numbers.
 
     Parameters
     ----------
-    results, inputs
+    results
         Of the graph's forward.
+    inputs
+        Of it, those that `can_be_given`.
     tell
-        Called where there are any, with their numbers, or None if they cannot be told apart.
+        Called with them, None for each that nobody gives; or with None instead of all, where some
+        are not given and they cannot be told apart.
     """
-    theirs = {it.grad_fn for it in inputs if isinstance(it, torch.Tensor)}
+    theirs = {it.grad_fn for it in inputs}
     tensors = [it for it in results if isinstance(it, torch.Tensor) and it.grad_fn]
     edges: list[tuple[Any, int]] = [(it.grad_fn, it.output_nr) for it in tensors]
     # A view is made of what the graph gives, beside it.
@@ -63,11 +72,14 @@ def when_in_part(
     known = len(places) == number
 
     def look(gradients: Sequence[torch.Tensor | None]) -> None:
-        absent = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
+        given = [gradients[place] for place in places]
+        absent = frozenset(number for number, it in enumerate(given) if it is None)
         node: Any = torch._C._current_autograd_node()
         node.metadata[_MISSING] = absent if known else frozenset()
-        if sum(it is not None for it in gradients) < number:
-            tell(absent if known else None)
+        if known:
+            tell(given)
+        elif sum(it is not None for it in gradients) < number:
+            tell(None)
 
     if ours is not None:
         ours.register_prehook(look)

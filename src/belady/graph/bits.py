@@ -11,11 +11,14 @@ adds the gradients in the lower precision. Each graph casts it anew (`belady.gra
 *Unused results.* Backward of a graph is one function of the gradients of all results. What leads to
 none but results that the loss does not use gets None, as in plain PyTorch. What leads to others as
 well gets a sum with a gradient of zero, and zero times infinity is NaN.
+
+*Layouts.* AOTAutograd lays gradients that come in out as the results lie. Plain PyTorch goes on
+with them as they are, expanded ones of a sum, say, and the sums of a norm go along their bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from belady.errors import GraphError
 from belady.graph import autograd, doors
 from belady.graph.joint import Joint
-from belady.graph.ops import sequence_of
+from belady.graph.ops import name_of, sequence_of
 
 if TYPE_CHECKING:
     from belady.graph.capture import Captured
@@ -45,7 +48,19 @@ _SAID = {
         "{} gives results that the loss does not use, from what leads to used ones too: a gradient "
         "of zero is added for them, where plain PyTorch adds none"
     ),
+    "gradient layouts": (
+        "{} ends in a norm or a sum whose gradient does not lie in memory as its result does: sums "
+        "over it are in another order than plain PyTorch's, which can change the last bits"
+    ),
 }
+_SUMS = frozenset(
+    {"aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default"}
+)
+_NORMS = frozenset({"aten.native_batch_norm_backward.default"})
+_SHOWS = frozenset(
+    f"aten.{name}"
+    for name in ("view.default", "expand.default", "permute.default", "transpose.int")
+)
 
 
 def summed(joint: Joint) -> tuple[int, ...]:
@@ -78,9 +93,83 @@ def reached(joint: Joint) -> tuple[frozenset[int], ...]:
     return tuple(known.get(result, nothing) for result in joint.backward_outputs)
 
 
-def in_part(reached: Sequence[frozenset[int]], missing: frozenset[int]) -> bool:
+class Incoming:
+    """What can be said of the gradients that a backward is given.
+
+    Parameters
+    ----------
+    reached
+        See `reached`.
+    """
+
+    def __init__(self, joint: Joint, reached: Sequence[frozenset[int]]) -> None:
+        self._reached = reached
+        # By tangent: its layout as it was traced, and whether to look at expanded dimensions too.
+        self._traced = {
+            number: (doors.fake_value(tangent), directly)
+            for number, tangent in enumerate(joint.tangents)
+            if (directly := _summed_directly(joint, tangent)) is not None
+        }
+
+    def words(self, gradients: Sequence[torch.Tensor | None] | None) -> Iterator[str]:
+        """What holds of them.
+
+        Parameters
+        ----------
+        gradients
+            By result, None where the loss does not use it; None if some are not used, and it is
+            not known which.
+        """
+        if gradients is None:
+            yield "unused results"
+            return
+        missing = frozenset(number for number, it in enumerate(gradients) if it is None)
+        if missing and _in_part(self._reached, missing):
+            yield "unused results"
+        for number, (traced, directly) in self._traced.items():
+            given = gradients[number]
+            if given is not None and not _lies_as(given, traced, expanded=directly):
+                yield "gradient layouts"
+
+
+def _in_part(reached: Sequence[frozenset[int]], missing: frozenset[int]) -> bool:
     """Whether a gradient comes from some that are ``missing`` and others, as far as is known."""
     return not reached or any(missing & of and not of <= missing for of in reached)
+
+
+def _summed_directly(joint: Joint, tangent: fx.Node) -> bool | None:
+    """Whether backward sums over a tangent in the order of its bytes, and not over a product of it.
+
+    None if it does neither. What is only folded before it is summed is copied in plain PyTorch as
+    well, if it does not lie as its result does.
+    """
+    shown, products = {tangent}, set[fx.Node]()
+    found = None
+    for step in joint.backward:
+        name, inputs = name_of(step), set(step.inputs)
+        if name in _NORMS and inputs & shown:
+            return True
+        if name in _NORMS | _SUMS and inputs & products:
+            found = False
+        if torch.Tag.pointwise in getattr(step.node.target, "tags", ()):
+            products.update(step.made if inputs & ({tangent} | products) else ())
+        elif name in _SHOWS and inputs & shown:
+            shown.update(step.made)
+    return found
+
+
+def _lies_as(tensor: torch.Tensor, other: torch.Tensor, *, expanded: bool) -> bool:
+    """Whether two tensors of one shape lie in one way.
+
+    Parameters
+    ----------
+    expanded
+        Whether dimensions of the first matter that show one element in all places: a product of
+        such a tensor lies as the other factor does.
+    """
+    pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    differing = [mine for size, mine, theirs in pairs if size != 1 and mine != theirs]
+    return not any(stride or expanded for stride in differing)
 
 
 def _arguments(node: fx.Node) -> list[Any]:

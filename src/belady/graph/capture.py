@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from belady.errors import TraceError
-from belady.graph import autograd, casts, doors
-from belady.graph.bits import in_part, reached, summed
+from belady.graph import autograd, casts, doors, refusals
+from belady.graph.bits import Incoming, reached, summed
 from belady.graph.contents import Contents
 from belady.graph.host import Host, Watch
 from belady.graph.joins import join_as_they_come
@@ -21,7 +21,6 @@ from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.naming import Named
 from belady.graph.program import Program, program_of
-from belady.graph.refusals import refuse_other_bits, refuse_second_order, refuse_shares
 from belady.measure.starving import telling
 from belady.memory.geometry import below_autograd
 from belady.memory.witness import demand_unchanged
@@ -67,8 +66,10 @@ class State:
         saved = self._saved
         if saved is None:
             raise RuntimeError("what forward saved was taken before")
-        for place, version in zip(self.turn.program.checked, self._versions, strict=True):
-            demand_unchanged(saved[place], version)
+        checked = [saved[place] for place in self.turn.program.checked]
+        if tuple([it._version for it in checked]) != self._versions:
+            for tensor, version in zip(checked, self._versions, strict=True):
+                demand_unchanged(tensor, version)
         if keep:
             return list(saved)
         self._saved = None
@@ -154,9 +155,10 @@ class Captured:
         else:
             self.cast = self._remembered.share(joint, num_fwd_outputs)
         parts = Joint.of(joint, num_fwd_outputs)
-        refuse_other_bits(parts, self._host.device)
+        refusals.refuse_other_bits(parts, self._host.device)
+        refusals.refuse_other_draws(parts)
         if not self._sums:
-            refuse_shares(parts, self.cast)
+            refusals.refuse_shares(parts, self.cast)
         self.summed = summed(parts)
         self.reached = () if self._opaque else reached(parts)
         self.put(parts)
@@ -165,19 +167,30 @@ class Captured:
             parts.primals, parts.tangents, parts.forward_outputs, parts.backward_outputs
         )
 
-    def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, which is this graph made runnable, with an eye on what of it is used."""
+    def watching(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+        """``run``, which is this graph made runnable, with an eye on what of it is used.
+
+        Parameters
+        ----------
+        inputs
+            What the graph was captured for.
+        """
         joint, host = self.joint, self._host
         if joint is None:
             return run
+        # Dynamo captures anew where another input gets a gradient.
+        given = [number for number, it in enumerate(inputs) if autograd.can_be_given(it)]
 
-        def look(missing: frozenset[int] | None) -> None:
-            if missing is None or in_part(self.reached, missing):
-                host.unused(self)
+        incoming = Incoming(joint, self.reached)
+
+        def look(gradients: Sequence[torch.Tensor | None] | None) -> None:
+            for word in incoming.words(gradients):
+                host.differs(self, word)
 
         def watched(*args: Any) -> Any:
             results = run(*args)
-            autograd.when_in_part(results, args, len(joint.tangents), look)
+            several = [args[number] for number in given]
+            autograd.when_in_part(results, several, len(joint.tangents), look)
             return results
 
         return watched
@@ -207,6 +220,7 @@ class Captured:
             As `partition`.
         """
         joint = whole_graph(module)
+        refusals.refuse_other_draws(joint)
         program = program_of(joint, Layout.of(joint, self._host.device))
 
         def run(args: list[Any]) -> list[Any]:
@@ -243,12 +257,13 @@ def backend_of(
             opaque = doors.calls_own_functions(module)
             remembered = casts.Remembered.of(module, inputs, alive.device.type)
             captured = Captured(alive, remembered, sums=sums, opaque=opaque, sliced=sliced)
-            return captured.watching(doors.compile_joint(module, inputs, captured))
+            run = captured.watching(doors.compile_joint(module, inputs, captured), inputs)
         except TraceError as error:
             if strict:
                 raise
             alive.not_captured(str(error))
             return module
+        return run
 
     return backend
 
@@ -264,7 +279,7 @@ def _backward(args: list[Any]) -> list[Any]:
     host.enter_backward(state, args)
     keep = autograd.keeps_graph()
     if keep:
-        autograd.when_asked_for_more(refuse_second_order)
+        autograd.when_asked_for_more(refusals.refuse_second_order)
     saved = state.take(keep=keep)
     with below_autograd(), telling(host.starved, host):
         results = turn.program.backward(saved, args, turn.contents, turn.watch)

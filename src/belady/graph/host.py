@@ -52,8 +52,8 @@ class Host(Protocol):
         """It has run."""
         ...
 
-    def unused(self, graph: Captured) -> None:
-        """A backward is about to run for some results of a forward only."""
+    def differs(self, graph: Captured, word: str) -> None:
+        """A backward is about to run of which a word of `belady.graph.bits` holds."""
         ...
 
     def enter_backward(self, state: State, args: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Graphs whose gradients AOTAutograd computes otherwise than plain PyTorch: they are not taken."""
+"""Graphs that AOTAutograd computes otherwise than plain PyTorch: they are not taken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from belady.errors import GraphError, TraceError
 from belady.graph.bits import summed
-from belady.graph.joint import Joint
+from belady.graph.doors import fake_value
+from belady.graph.joint import Joint, Step
 from belady.ir.run import UNMANAGED
 
 _aten = torch.ops.aten
@@ -18,6 +19,14 @@ _OTHER = frozenset({_aten.prod.default, _aten.prod.dim_int})
 _OTHER_ON_CPU = frozenset(
     {_aten.max.default, _aten.min.default, _aten.median.default, _aten.nanmedian.default}
 )
+# Plain PyTorch fills a tensor in place, along its bytes; what is traced makes another one, whose
+# bytes can lie otherwise: the same numbers fall to other elements.
+_FILLED = frozenset(
+    {
+        _aten.bernoulli.p, _aten.normal_functional.default,
+        _aten.rrelu_with_noise_functional.default,
+    }
+)  # fmt: skip
 
 
 def refuse_other_bits(joint: Joint, device: torch.device) -> None:
@@ -32,6 +41,35 @@ def refuse_other_bits(joint: Joint, device: torch.device) -> None:
         target = step.node.target
         if target in _OTHER or (device.type == "cpu" and target in _OTHER_ON_CPU):
             raise TraceError(f"plain PyTorch computes the gradient of {target} otherwise")
+
+
+def refuse_other_draws(joint: Joint) -> None:
+    """Refuse a graph whose random numbers would not fall where those of plain PyTorch do.
+
+    Raises
+    ------
+    TraceError
+        If it is one.
+    """
+    for step in joint.forward:
+        if step.node.target in _FILLED and not _lies_alike(step):
+            raise TraceError(
+                f"plain PyTorch draws the numbers of {step.node.target} in another order"
+            )
+
+
+def _lies_alike(step: Step) -> bool:
+    """Whether the elements of all tensors that a step reads and makes lie in one order.
+
+    What shows one element in several places cannot be filled: it only gives a shape.
+    """
+    values = [fake_value(node) for node in (*step.inputs, *step.made)]
+    orders = {
+        tuple(stride for size, stride in zip(it.shape, it.stride(), strict=True) if size != 1)
+        for it in values
+        if isinstance(it, torch.Tensor)
+    }
+    return len({order for order in orders if 0 not in order}) <= 1
 
 
 def refuse_shares(joint: Joint, cast: Sequence[int]) -> None:

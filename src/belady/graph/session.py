@@ -146,9 +146,9 @@ class Session:
         if iteration.watched is not None:
             iteration.watched.leave(results, state.outside(), state)
 
-    def unused(self, graph: Captured) -> None:
+    def differs(self, graph: Captured, word: str) -> None:
         """Note it."""
-        self._planning.bits.found("unused results", graph.name)
+        self._planning.bits.found(word, graph.name)
 
     def enter_backward(self, state: State, args: Sequence[Any]) -> None:
         """Note what comes in."""

@@ -59,10 +59,12 @@ def _for_all(part: Tensor, samples: int, p: float) -> Tensor:
     """What a dropout draws for ``samples`` samples, of which ``part`` is a slice.
 
     A graph has no ops in place: of one that only gives a shape there are no bytes on a CPU, and
-    factors are made slice by slice.
+    factors are made slice by slice. It draws along the bytes of its result, as a dropout does, so
+    its dimensions are in the order of those of a sample.
     """
     if part.device.type == "cpu":
-        shape = part.new_empty(()).expand(samples, *part.shape[1:])
+        dims = sorted(range(1, part.dim()), key=part.stride, reverse=True)
+        shape = part.new_empty(()).expand(samples, *(part.shape[dim] for dim in dims))
         numbers: Tensor = torch.ops.aten.bernoulli.p(shape, 1 - p)
-        return numbers
+        return numbers.permute(0, *(1 + dims.index(dim) for dim in range(1, part.dim())))
     return drawn(empty_like(part, samples, 0), p)

@@ -165,6 +165,13 @@ def test_dropouts_draw_for_the_whole_batch(slices: int, carrier: Carrier) -> Non
         assert_same(Layer(attention), sequences(4), carrier, Section(("attention",), slices))
 
 
+def test_a_dropout_draws_along_the_bytes_of_a_sample(carrier: Carrier) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(4, 4, 3))
+    x = torch.randn(6, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+    assert_same(model.to(memory_format=torch.channels_last), x, carrier, children(range(4), 3))
+
+
 def test_each_slice_runs_its_own_ops_and_other_batches_are_captured_anew(carrier: Carrier) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2)).double()
     call = Captured(model, carrier, children(range(3), 4))
