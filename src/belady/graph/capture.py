@@ -15,12 +15,14 @@ from belady.errors import TraceError
 from belady.graph import autograd, casts, doors, refusals
 from belady.graph.bits import Incoming, reached, summed
 from belady.graph.contents import Contents
+from belady.graph.counters import Counters
 from belady.graph.host import Host, Watch
 from belady.graph.joins import join_as_they_come
 from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.naming import Named
 from belady.graph.program import Program, program_of
+from belady.ir.collector import seldom_collected
 from belady.measure.starving import telling
 from belady.memory.geometry import below_autograd
 from belady.memory.witness import demand_unchanged
@@ -224,14 +226,14 @@ class Captured:
         program = program_of(joint, Layout.of(joint, self._host.device))
 
         def run(args: list[Any]) -> list[Any]:
-            with below_autograd():
+            with below_autograd(), doors.beneath_functions(), seldom_collected():
                 return program.forward(args, None, None)[0]
 
         return doors.as_boxed(run)
 
     def _forward(self, args: list[Any]) -> list[Any]:
         turn = self._host.enter(self, args)
-        with below_autograd():
+        with below_autograd(), doors.beneath_functions(), seldom_collected():
             results, saved, versions = turn.program.forward(args, turn.contents, turn.watch)
             token = torch.empty(0, device="cpu")
         state = token._belady = State(self, turn, saved, versions)  # type: ignore[attr-defined]
@@ -253,6 +255,7 @@ def backend_of(
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         alive = known()
         assert alive is not None
+        counters = Counters(module, inputs)
         try:
             opaque = doors.calls_own_functions(module)
             remembered = casts.Remembered.of(module, inputs, alive.device.type)
@@ -262,8 +265,9 @@ def backend_of(
             if strict:
                 raise
             alive.not_captured(str(error))
+            counters.put_back()
             return module
-        return run
+        return counters.counting(run)
 
     return backend
 
@@ -281,7 +285,12 @@ def _backward(args: list[Any]) -> list[Any]:
     if keep:
         autograd.when_asked_for_more(refusals.refuse_second_order)
     saved = state.take(keep=keep)
-    with below_autograd(), telling(host.starved, host):
+    with (
+        below_autograd(),
+        doors.beneath_functions(),
+        seldom_collected(),
+        telling(host.starved, host),
+    ):
         results = turn.program.backward(saved, args, turn.contents, turn.watch)
     results = state.graph.left_none(results)
     host.left_backward(state, results)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from belady.graph.doors import kernel_of
+from belady.graph.direct import function_of
 from belady.graph.joint import Joint, Step
 
 _NUMBERS = itertools.count()
@@ -75,7 +75,7 @@ class Code:
         node = step.node
         args = [self._argument(arg, names) for arg in node.args]
         args += [f"{key}={self._argument(arg, names)}" for key, arg in node.kwargs.items()]
-        return f"{self.constant(kernel_of(node.target), 'f')}({', '.join(args)})"
+        return f"{self.constant(function_of(node.target), 'f')}({', '.join(args)})"
 
     def step(self, step: Step, names: Mapping[fx.Node, str], *, scarce: bool = False) -> None:
         """Append a call of a step.

@@ -30,13 +30,13 @@ __all__ = [
     "Compilers",
     "NotCaptured",
     "as_boxed",
+    "beneath_functions",
     "calls_own_functions",
     "compile_forward",
     "compile_joint",
     "fake_value",
     "is_compiled",
     "is_forward",
-    "kernel_of",
     "stubs",
     "tensors_on",
 ]
@@ -55,6 +55,9 @@ _OUTSIDE_AUTOCAST = {"backward_pass_autocast": "off"}
 _DEEPEST = 5_000
 
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+
+# What runs is what Dynamo traced, with what modes and subclasses made of it then.
+beneath_functions = torch._C.DisableTorchFunction
 
 _AUTOGRAD = torch._C.DispatchKey.Autograd
 _VERSION_KEYS = {_AUTOGRAD, torch._C.DispatchKey.CompositeImplicitAutograd}
@@ -225,13 +228,6 @@ def is_forward(node: fx.Node) -> bool:
 def fake_value(node: fx.Node) -> Any:
     """What the node gives, as a tensor without bytes or a tree of them."""
     return node.meta.get("val")
-
-
-def kernel_of(target: Any) -> Any:
-    """The callable of an operator without its Python frame."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._op
-    return target
 
 
 def tensors_on(reference: StorageWeakRef) -> int:
