@@ -182,7 +182,6 @@ class Captured:
             return run
         # Dynamo captures anew where another input gets a gradient.
         given = [number for number, it in enumerate(inputs) if autograd.can_be_given(it)]
-
         incoming = Incoming(joint, self.reached)
 
         def look(gradients: Sequence[torch.Tensor | None] | None) -> None:

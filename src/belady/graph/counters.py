@@ -55,7 +55,8 @@ class Counters:
         for args, follower in self._erased:
             with self._module.graph.inserting_before(follower):
                 self._module.graph.call_method("add_", args)
-        self._module.recompile()
+        if self._erased:
+            self._module.recompile()
 
     def counting(self, run: Run) -> Run:
         """``run``, and one added to these of its arguments when it has come to its end."""
