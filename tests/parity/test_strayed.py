@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import belady
 from belady.eager import kinds
@@ -23,6 +22,7 @@ from belady.ir.run import Run
 from belady.measure.arguments import alike_of, is_alike, numbers_of
 from belady.memory.geometry import content_of
 from tests.support.models import Task
+from tests.support.modes import Counting
 from tests.support.training import Training, differences, footprint, plain, raising
 
 Change = Callable[["Shape", int], None]
@@ -352,14 +352,6 @@ def test_an_interruption_leaves_no_mode(
             training.loss(0)
     assert footprint(training.model.modules()) == before
     assert len(replaying) == (iterations > 1)
-
-
-class Counting(TorchFunctionMode):
-    calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Moded(Shape):

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 from belady.errors import GraphError
 from belady.graph import autograd, doors
 from belady.graph.joint import Joint
-from belady.graph.ops import name_of, sequence_of
+from belady.graph.ops import sequence_of
+from belady.memory.geometry import steps_of
 
 if TYPE_CHECKING:
     from belady.graph.capture import Captured
@@ -108,7 +109,7 @@ class Incoming:
         self._traced = {
             number: (doors.fake_value(tangent), directly)
             for number, tangent in enumerate(joint.tangents)
-            if (directly := _summed_directly(joint, tangent)) is not None
+            if (directly := _summed_directly(tangent)) is not None
         }
 
     def words(self, gradients: Sequence[torch.Tensor | None] | None) -> Iterator[str]:
@@ -137,24 +138,29 @@ def _in_part(reached: Sequence[frozenset[int]], missing: frozenset[int]) -> bool
     return not reached or any(missing & of and not of <= missing for of in reached)
 
 
-def _summed_directly(joint: Joint, tangent: fx.Node) -> bool | None:
+def _summed_directly(tangent: fx.Node) -> bool | None:
     """Whether backward sums over a tangent in the order of its bytes, and not over a product of it.
 
     None if it does neither. What is only folded before it is summed is copied in plain PyTorch as
     well, if it does not lie as its result does.
     """
-    shown, products = {tangent}, set[fx.Node]()
+    pending, products = [tangent], set[fx.Node]()
     found = None
-    for step in joint.backward:
-        name, inputs = name_of(step), set(step.inputs)
-        if name in _NORMS and inputs & shown:
-            return True
-        if name in _NORMS | _SUMS and inputs & products:
-            found = False
-        if torch.Tag.pointwise in getattr(step.node.target, "tags", ()):
-            products.update(step.made if inputs & ({tangent} | products) else ())
-        elif name in _SHOWS and inputs & shown:
-            shown.update(step.made)
+    while pending:
+        node = pending.pop()
+        shown = node not in products
+        for user in node.users:
+            name = str(user.target)
+            if name in _NORMS and shown:
+                return True
+            if name in _NORMS or (name in _SUMS and not shown):
+                found = False
+            elif torch.Tag.pointwise in getattr(user.target, "tags", ()):
+                if (node is tangent or not shown) and user not in products:
+                    products.add(user)
+                    pending.append(user)
+            elif name in _SHOWS and shown:
+                pending.append(user)
     return found
 
 
@@ -167,9 +173,8 @@ def _lies_as(tensor: torch.Tensor, other: torch.Tensor, *, expanded: bool) -> bo
         Whether dimensions of the first matter that show one element in all places: a product of
         such a tensor lies as the other factor does.
     """
-    pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
-    differing = [mine for size, mine, theirs in pairs if size != 1 and mine != theirs]
-    return not any(stride or expanded for stride in differing)
+    pairs = zip(steps_of(tensor), steps_of(other), strict=True)
+    return all(mine == theirs or (mine == 0 and not expanded) for mine, theirs in pairs)
 
 
 def _arguments(node: fx.Node) -> list[Any]:

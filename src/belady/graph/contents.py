@@ -39,7 +39,11 @@ class Content:
     ----------
     bytes
         Where they are.
+    geometry
+        How the tensor lies on them, for what is to be encoded.
     """
+
+    geometry: Geometry
 
     def __init__(
         self, tensor: torch.Tensor, carrier: Carrier, label: int, *, guarded: bool
@@ -47,14 +51,14 @@ class Content:
         self.bytes: Moved | Packed
         self.bytes = moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), carrier)
         moved.label = label
-        self._geometry = Geometry.of(tensor)
+        self._shape = tensor.shape
         self._shadow = witness(tensor) if guarded else None
         self._version = 0 if self._shadow is None else self._shadow._version
 
     def encode(self, codec: str) -> None:
         """Replace the original by an encoding."""
         if isinstance(self.bytes, Moved) and self.bytes.source is not None:
-            packed = Packed.of(self._geometry.on(self.bytes.source), codec)
+            packed = Packed.of(self.geometry.on(self.bytes.source), codec)
             self.bytes = packed or self.bytes
 
     def take(self) -> torch.Tensor:
@@ -68,7 +72,7 @@ class Content:
             If the original was changed in place after it had been saved.
         """
         if self._shadow is not None:
-            demand_unchanged(self._shadow, self._version, self._geometry.shape)
+            demand_unchanged(self._shadow, self._version, self._shape)
         content = self.bytes.take()
         self.bytes.let_go()
         return content
@@ -116,6 +120,8 @@ class Contents:
         if known is not None and known.bytes.identity.cdata == tensor.untyped_storage()._cdata:
             return known
         content = Content(tensor, self._carrier, value, guarded=guarded)
+        if isinstance(self._decisions[value], Encode):
+            content.geometry = Geometry.of(tensor)
         if tensor.device == self._carrier.device:
             self._live[value] = weakref.ref(content)
         return content

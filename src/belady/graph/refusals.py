@@ -11,6 +11,7 @@ from belady.graph.bits import summed
 from belady.graph.doors import fake_value
 from belady.graph.joint import Joint, Step
 from belady.ir.run import UNMANAGED
+from belady.memory.geometry import steps_of
 
 _aten = torch.ops.aten
 # Plain PyTorch looks at the numbers and takes a shorter way where none is zero.
@@ -54,7 +55,8 @@ def refuse_other_draws(joint: Joint) -> None:
     for step in joint.forward:
         if step.node.target in _FILLED and not _lies_alike(step):
             raise TraceError(
-                f"plain PyTorch draws the numbers of {step.node.target} in another order"
+                f"plain PyTorch draws the numbers of {step.node.target} in another order: "
+                "engine='eager' manages it"
             )
 
 
@@ -64,11 +66,7 @@ def _lies_alike(step: Step) -> bool:
     What shows one element in several places cannot be filled: it only gives a shape.
     """
     values = [fake_value(node) for node in (*step.inputs, *step.made)]
-    orders = {
-        tuple(stride for size, stride in zip(it.shape, it.stride(), strict=True) if size != 1)
-        for it in values
-        if isinstance(it, torch.Tensor)
-    }
+    orders = {steps_of(it) for it in values if isinstance(it, torch.Tensor)}
     return len({order for order in orders if 0 not in order}) <= 1
 
 

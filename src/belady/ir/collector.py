@@ -31,7 +31,7 @@ class Seldom:
 
     What a forward saves is there until backward, and then goes by itself. Each time that the
     collector finds some of it alive, more counts as old; and once a quarter more does, it looks at
-    all there is: with the graph of an LSTM of a thousand steps 0.8 s, in one of some 30 iterations.
+    all there is, which takes longer than an iteration where a graph of thousands of ops is there.
 
     It is not switched off: others switch it as well, and who reads that it is off while somebody
     else has it off for a moment can leave it off for good.

@@ -106,16 +106,27 @@ def content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _content_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    device = tensor.device
+    nothing = nothing_on(tensor.device)
+    with below_views():
+        # A view of nothing is a tensor of its own, and takes a CUDA host less than to allocate.
+        content = nothing.view(-1)
+        return content.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+
+
+def nothing_on(device: torch.device) -> torch.Tensor:
+    """No bytes on ``device``, the same ones at every call; to be called unseen."""
     nothing = _NOTHING.get(device)
     if nothing is None:
         # For all times: a tensor of inference mode could not be used outside of it.
         with torch.inference_mode(False):
             nothing = _NOTHING[device] = torch.empty(0, dtype=torch.uint8, device=device)
-    with below_views():
-        # A view of nothing is a tensor of its own, and takes a CUDA host half of an allocation.
-        content = nothing.view(-1)
-        return content.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+    return nothing
+
+
+def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of the dimensions with several places: those of others say nothing."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(stride for size, stride in pairs if size != 1)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

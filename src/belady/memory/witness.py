@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from belady.errors import StaleValueError
-from belady.memory.geometry import below_autograd, seen, unseen
-
-_EMPTY: dict[torch.device, torch.Tensor] = {}
+from belady.memory.geometry import below_autograd, nothing_on, seen, unseen
 
 
 def witness(tensor: torch.Tensor) -> torch.Tensor:
@@ -22,12 +20,9 @@ def witness(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _witness(tensor: torch.Tensor) -> torch.Tensor:
-    empty = _EMPTY.get(tensor.device)
-    if empty is None:
-        empty = _EMPTY[tensor.device] = torch.empty(0, device=tensor.device)
     with below_autograd():
         shadow = tensor.detach()
-    shadow.data = empty
+    shadow.data = nothing_on(tensor.device)
     return shadow
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 import belady
 from belady.graph import counters as counted
 from belady.graph.counters import Counters
+from tests.support.modes import Counting
 
 
 class Graphs:
@@ -43,24 +43,12 @@ def test_what_is_taken_out_is_done_when_the_graph_has_run() -> None:
     assert counter._version == 1
 
 
-class Seeing(TorchFunctionMode):
-    """Takes down what is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.called.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mode_of_the_user_does_not_see_it() -> None:
     counter = torch.tensor(41)
     run = Counters(Graphs.of(), [batch(), counter]).counting(lambda *args: None)
-    with Seeing() as mode:
+    with Counting() as mode:
         run(None, counter)
-    assert mode.called == []
+    assert mode.calls == 0
     assert counter == 42
 
 

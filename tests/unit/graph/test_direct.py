@@ -7,23 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.graph import direct
+from tests.support.modes import Seeing
 
 _aten = torch.ops.aten
-
-
-class Called(TorchDispatchMode):
-    """Takes down the overloads that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.overloads: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.overloads.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def rows() -> Tensor:
@@ -71,10 +59,10 @@ def examples() -> dict[Any, list[tuple[Any, ...]]]:
 @pytest.mark.parametrize("overload", direct._FUNCTIONS, ids=str)
 def test_a_function_leads_to_its_operator(overload: Any) -> None:
     for args in examples()[overload]:
-        with torch.no_grad(), Called() as called:
+        with torch.no_grad(), Seeing() as mode:
             found = direct.function_of(overload)(*args)
         expected = overload(*args)
-        assert called.overloads == [overload]
+        assert mode.ops == [overload]
         pairs = zip(_each(found), _each(expected), strict=True)
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.ir.trace import Tier
 from belady.memory import geometry
@@ -15,6 +13,7 @@ from belady.memory.carrier import Carrier
 from belady.memory.contents import Moved
 from belady.memory.geometry import Geometry, content_of
 from belady.memory.witness import witness
+from tests.support.modes import Seeing
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,18 +90,6 @@ def test_each_has_a_version_of_its_own_and_no_history() -> None:
     assert torch.equal(first, second)
 
 
-class Seeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mode_of_the_user_sees_nothing_of_it() -> None:
     tensor = torch.randn(3, 4)
     with Seeing() as mode:
@@ -110,7 +97,7 @@ def test_a_mode_of_the_user_sees_nothing_of_it() -> None:
         shadow = witness(tensor)
         assert mode.ops == []
         tensor.add_(1.0)
-    assert mode.ops == ["aten.add_.Tensor"]
+    assert mode.ops == [torch.ops.aten.add_.Tensor]
     assert shadow._version == tensor._version
 
 
