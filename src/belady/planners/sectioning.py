@@ -120,6 +120,17 @@ class Sectioning:
         self._counts: dict[tuple[Chain, int], tuple[int, ...]] = {}
         self._places = Places(trace, chains)
 
+    def floor(self, sections: Sections) -> tuple[Trace, Sequence[int]]:
+        """The trace under ``sections``, and the bytes that the floor holds during each of its ops.
+
+        Raises
+        ------
+        PlanMismatchError
+            If it does not show what is needed to cut them.
+        """
+        trace = self._under(sections)
+        return trace, _held(trace, self._hardware, self._budget)
+
     def within(self, nbytes: int) -> Sections | None:
         """The least work in slices with which the floor fits in ``nbytes``; None if none do."""
         found = [it for order in _ORDERS for it in (self._found(order, nbytes),) if it is not None]
@@ -269,14 +280,21 @@ class Sectioning:
 
     def _judged(self, sections: Sections) -> tuple[int, str]:
         try:
-            trace = apply(self._seen(sections), sections) if sections else self._trace
+            trace = self._under(sections)
         except PlanMismatchError:
             return 1 << 62, ""
         return _needed(trace, self._hardware, self._budget)
 
+    def _under(self, sections: Sections) -> Trace:
+        return apply(self._seen(sections), sections) if sections else self._trace
+
 
 def _needed(trace: Trace, hardware: HardwareProfile, budget: Budget) -> tuple[int, str]:
-    case = Case(trace, hardware, budget)
-    held = curve(trace, assemble(case, FLOOR.draft(case)), hardware.allocator)
+    held = _held(trace, hardware, budget)
     nbytes, at = needed(trace, hardware.allocator, held)
     return nbytes, trace.ops[at].module if held else ""
+
+
+def _held(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Sequence[int]:
+    case = Case(trace, hardware, budget)
+    return curve(trace, assemble(case, FLOOR.draft(case)), hardware.allocator)

@@ -38,6 +38,8 @@ class Candidate:
     ----------
     module, trace
         The root, and its static trace with batch dimensions.
+    call
+        What it is called with.
     refused
         Why what was asked about may not be cut, by the first module of it.
     """
@@ -53,7 +55,8 @@ class Candidate:
         self.module = module
         self._alongs = alongs
         self.trace = seen.trace
-        self._call = call
+        self.call = call
+        self._seen_whole = seen
         self._seen: dict[int, _Seen | None] = {0: seen}
         self._device = device
         self.refused: dict[str, str] = {}
@@ -81,18 +84,23 @@ class Candidate:
         return None if seen is None else [op.batch_dims for op in seen.trace.ops]
 
     def _also_seen(self, along: int) -> _Seen | None:
-        seen = _seen(self.module, self._call, self._device, along)
+        seen = _seen(self.module, self.call, self._device, along)
         ops = () if seen is None else seen.trace.ops
         same = [op.name for op in ops] == [op.name for op in self.trace.ops]
         if same and any(op.batch_dims for op in ops):
             return seen
-        if samples_of(self._call) == 1:
+        if samples_of(self.call) == 1:
             # Of more samples, what hinders slices along the batch says more.
             self.refused[""] = (
                 "there is one sample, and where its tokens are is not known: one token less cannot "
                 "be traced, or runs other ops"
             )
         return None
+
+    def given(self, module: nn.Module) -> Input | None:
+        """What a module of the root was called with first, as a whole; None where not with that."""
+        first, *_ = self._seen_whole.inputs.get(module) or [""]
+        return None if isinstance(first, str) else first
 
     def may_cut(self, section: Section) -> bool:
         """Whether the modules of a section may run in slices, as a trial of them shows."""
@@ -126,7 +134,7 @@ class Candidate:
         found = reasons(model, section, seen.trace)
         return found[0] if found else self._failure(section, taken)
 
-    def _failure(self, section: Section, taken: _Input) -> str:
+    def _failure(self, section: Section, taken: Input) -> str:
         few = replace(section, slices=min(section.slices, _TRIED))
         try:
             sample = taken.sample(2 * few.slices, section.along, self._device)
@@ -182,7 +190,7 @@ class _Like(NamedTuple):
         return numbers.to(self.dtype)
 
 
-class _Input(NamedTuple):
+class Input(NamedTuple):
     """What a module was called with."""
 
     shape: torch.Size
@@ -199,7 +207,7 @@ class _Input(NamedTuple):
 
 
 # Of each module its calls, or why they cannot be cut.
-_Inputs = dict[nn.Module, list[_Input | str]]
+_Inputs = dict[nn.Module, list[Input | str]]
 
 
 class _Seen(NamedTuple):
@@ -230,7 +238,7 @@ def _noting_inputs(model: nn.Module, into: _Inputs, along: int) -> Iterator[None
             calls.append(str(error))
         else:
             like = shared.mapped(_Like.of)
-            calls.append(_Input(given.shape, given.dtype, given.requires_grad, like))
+            calls.append(Input(given.shape, given.dtype, given.requires_grad, like))
 
     handles = [
         module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from belady.ir.hardware import Allocator, HardwareProfile
@@ -28,6 +29,10 @@ ROOM = (0.85, 1.0)
 _ANEW, _LESS, _SPARE = 2, 0.98, 1 / 16
 # How far apart a budget that does and one that does not may be, where the smallest is looked for.
 _CLOSE = 1.1
+
+
+# Picks from sections that all fit, which leave so many bytes for an iteration at its peak.
+Fastest = Callable[[Sequence[Sections], int], Sections]
 
 
 class Chosen(NamedTuple):
@@ -111,15 +116,37 @@ class Beside:
     stepped: bool = False
     allowed: float = 1.0
 
-    def chosen(self, search: Sectioning, trace: Trace, copies: Sequence[int]) -> Chosen | None:
-        """Sections beside what an optimizer keeps.
+    def chosen(
+        self,
+        searches: Sequence[Sectioning],
+        trace: Trace,
+        copies: Sequence[int],
+        fastest: Fastest | None = None,
+    ) -> Chosen | None:
+        """Sections beside what an optimizer keeps, by the first of the searches that finds any.
 
         Before it has stepped that is taken for the most copies of what is trained that leave room
         for any sections.
+
+        Parameters
+        ----------
+        fastest
+            Where it is there, it picks from those that all searches find beside as much.
         """
         limits = dict(self._limits(trace, self._states(trace, copies)))
-        tried = (Chosen(search.within(it) or (), state) for it, state in limits.items())
-        return next((it for it in tried if it.sections), None)
+        found: dict[Sections, int] = {}
+        for search, (limit, state) in product(searches, limits.items()):
+            if found and (fastest is None or state not in found.values()):
+                continue
+            sections = search.within(limit)
+            if sections:
+                found.setdefault(sections, state)
+        if not found:
+            return None
+        best, state = next(iter(found.items()))
+        if fastest is not None:
+            best = fastest(list(found), self._rest(self.hardware.allocator, self.allowed, state))
+        return Chosen(best, state)
 
     def least_bytes(self, search: Sectioning, trace: Trace, whole: int) -> int | None:
         """A budget below ``whole`` in which slices do beside two copies of what is trained.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -22,8 +22,9 @@ from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate, chains
 from belady.sections.choice import COPIES, Beside, Chosen, Room
 from belady.sections.gate import Gate
-from belady.sections.in_force import WHOLE, Decided, InForce, flags_of, sentence
-from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
+from belady.sections.in_force import WHOLE, Decided, InForce, Related, flags_of, sentence
+from belady.sections.race import Race
+from belady.sections.workspaces import WITH_TENSOR_CORES, shares_in_turn, workspace_share
 from belady.sections.wrap import wrap
 from belady.units import format_bytes, format_seconds
 
@@ -31,9 +32,12 @@ _log = logging.getLogger("belady")
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
+# Searches of which the first that finds sections will do; of more the fastest sections are taken.
+_IN_TURN = 2
 # Kinds of calls of a root that are remembered.
 _KINDS = 64
 
+Searches = Sequence[Sectioning]
 # Puts sections of a model in force, where it is asked for them, until it is undone.
 Put = Callable[[nn.Module, Sections, Callable[[], bool]], Callable[[], None]]
 
@@ -81,7 +85,8 @@ class Cutting:
         self._undo: dict[nn.Module, InForce] = {}
         self._said: dict[int, list[str]] = {}
         self._must: dict[Key, InfeasibleBudgetError] = {}
-        self._related: dict[tuple[int, int], bool] = {}
+        self._related = Related()
+        self._raced: dict[Hashable, float] = {}
         self._room = Room(policy.budget.device_bytes)
 
     @property
@@ -144,7 +149,7 @@ class Cutting:
             A budget in which the call fits as it is: where no slices do in that given, one between
             is looked for in which they would.
         """
-        shares = workspace_share(module, call, self._device), 0.0
+        shares = shares_in_turn(workspace_share(module, call, self._device))
         return self._cut_beside(key, module, call, shares, whole)
 
     def cut_for_workspaces(self, key: Key, module: nn.Module, call: Call) -> bool:
@@ -157,14 +162,13 @@ class Cutting:
         found = Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
         if found is None:
             return False
-        for share in dict.fromkeys(shares):
-            search = self._search(found, share)
-            if self._cut(key, found, search, COPIES):
-                return True
+        searches = [self._search(found, share) for share in shares]
+        if self._cut(key, found, searches, COPIES):
+            return True
         self.refused = tuple(dict.fromkeys(found.refused.values()))
         if whole:
             # By the last of the shares, which asks for least.
-            self.least_bytes = self._beside.least_bytes(search, found.trace, whole)
+            self.least_bytes = self._beside.least_bytes(searches[-1], found.trace, whole)
         return False
 
     def make_room(self, key: Key, module: nn.Module, call: Call, trace: Trace) -> None:
@@ -172,8 +176,7 @@ class Cutting:
         if not self.lacks_workspaces(module, call, trace):
             return
         if (found := Candidate.of(module, call, self._device, self._alongs)) is not None:
-            search = self._search(found, self._share(module, call))
-            self._cut(key, found, search, COPIES[1:])
+            self._cut(key, found, [self._search(found, self._share(module, call))], COPIES[1:])
 
     def lacks_workspaces(self, module: nn.Module, call: Call, trace: Trace | None) -> bool:
         """Whether a call that may be cut does not fit beside what a library will ask for.
@@ -258,8 +261,8 @@ class Cutting:
         parts = chains(call.module)
         return Sectioning(asking, self._hardware, budget, parts, call.may_cut, call.dims)
 
-    def _cut(self, key: Key, call: Candidate, search: Sectioning, copies: Sequence[int]) -> bool:
-        chosen = self._told(call, search, copies)
+    def _cut(self, key: Key, call: Candidate, searches: Searches, copies: Sequence[int]) -> bool:
+        chosen = self._told(call, searches, copies)
         if chosen is None:
             return False
         module, sections = call.module, chosen.sections
@@ -269,12 +272,14 @@ class Cutting:
         self._wrap(module, sections)
         return True
 
-    def _told(self, call: Candidate, search: Sectioning, copies: Sequence[int]) -> Chosen | None:
+    def _told(self, call: Candidate, searches: Searches, copies: Sequence[int]) -> Chosen | None:
         """What is chosen; the search takes seconds, in which the script says nothing."""
+        race = Race(call, searches[-1], self._device, self._raced)
+        fastest = race.fastest if len(searches) > _IN_TURN else None
         size, room = len(call.trace.ops), format_bytes(self._policy.budget.device_bytes)
         _log.info("looking for slices in which a call of %d ops fits into %s", size, room)
         begun = perf_counter()
-        chosen = self._beside.chosen(search, call.trace, copies)
+        chosen = self._beside.chosen(searches, call.trace, copies, fastest)
         took = format_seconds(perf_counter() - begun)
         _log.info("%s in %s", "found none" if chosen is None else "found slices", took)
         return chosen
@@ -288,11 +293,7 @@ class Cutting:
     def _make_way(self, module: nn.Module) -> None:
         """Release the sections of other roots that have modules of this one."""
         for other in [it for it in self._undo if it is not module]:
-            pair = id(other), id(module)
-            if pair not in self._related:
-                mine = set(module.modules())
-                self._related[pair] = any(it in mine for it in other.modules())
-            if self._related[pair]:
+            if self._related(other, module):
                 self._release(other)
 
     def _release(self, module: nn.Module) -> None:

@@ -40,6 +40,21 @@ class InForce(NamedTuple):
 WHOLE = InForce((), lambda: None)
 
 
+class Related:
+    """Whether two roots have modules in common: asked in every call, and looked up once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, one: nn.Module, other: nn.Module) -> bool:
+        """Whether they do."""
+        pair = id(one), id(other)
+        if pair not in self._known:
+            known = set(other.modules())
+            self._known[pair] = any(it in known for it in one.modules())
+        return self._known[pair]
+
+
 def flags_of(model: nn.Module, sections: Sections) -> tuple[object, ...]:
     """Attributes of the modules in sections by which code goes one way or another."""
     tops = (model.get_submodule(name) for section in sections for name in section.modules)

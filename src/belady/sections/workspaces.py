@@ -24,11 +24,25 @@ def workspace_share(module: nn.Module, call: tuple[Any, Any], device: torch.devi
     parameters = list(module.parameters())
     halves = any(it.dtype in (torch.float16, torch.bfloat16) for it in parameters)
     reduced = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled("cuda") or halves
-    # One operand is enough for cuDNN to take both so.
+    return (WITH_TENSOR_CORES if reduced else _WITHOUT)[is_channels_last(module, call)]
+
+
+def shares_in_turn(most: float) -> tuple[float, ...]:
+    """Shares to look for room for, where convolutions may ask for ``most``.
+
+    With tensor cores an algorithm without its workspace is out of the question, if there is one.
+    Without them it is a matter of sizes: more than two shares are to be tried on the device.
+    """
+    usual = max(WITH_TENSOR_CORES)
+    return (most, usual, 0.0) if most > usual else tuple(dict.fromkeys((most, 0.0)))
+
+
+def is_channels_last(module: nn.Module, call: tuple[Any, Any]) -> bool:
+    """Whether cuDNN takes the images of a call with channels last."""
+    # One operand is enough for it to take both so.
     given = [it for it in tree_leaves(call) if isinstance(it, torch.Tensor)]
     weights = [it.weight for it in module.modules() if isinstance(it, _ConvNd)]
-    last = any(map(_is_channels_last, (*given, *weights)))
-    return (WITH_TENSOR_CORES if reduced else _WITHOUT)[last]
+    return any(map(_is_channels_last, (*given, *weights)))
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,196 @@
+"""Which of several choices of slices runs fastest: the convolutions in them are tried.
+
+How long cuDNN takes for a slice depends on which of its algorithms knows that size, and which gets
+the workspace that it asks for. Without tensor cores both can double an iteration (VGG-16 in fp32 on
+an H200: of slices of 8 samples the data gradient of 256 channels takes 3.7 times as long as of the
+batch, the weight gradient without a workspace 3.9 times), and no rule for sizes foretells either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from math import inf, prod
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from belady.forwards import run_plain
+from belady.ir.trace import Phase
+from belady.measure.clock import clock_for
+from belady.memory.allowance import allowance
+from belady.planners.places import Sections
+from belady.planners.sectioning import Sectioning
+from belady.planners.slicework import inside
+from belady.planners.workspace import convolves
+from belady.sections.candidate import Candidate
+from belady.sections.workspaces import is_channels_last
+
+# The first call of a kind may have cuDNN time its algorithms, and the second load a kernel.
+_UNTIMED, _TIMED = 2, 3
+# After so long no other choice is tried: cuDNN takes a second for some kinds.
+_SECONDS = 30.0
+# What tensors are filled with: sizes and layouts tell how long kernels take.
+_NUMBER = 0.5
+# Those of torch itself, which keep nothing of a call.
+_CONVOLUTIONS = frozenset(
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+)
+
+Limit = Callable[[torch.device, int], AbstractContextManager[None]]
+
+
+class _Slice(NamedTuple):
+    """A convolution of one slice.
+
+    Attributes
+    ----------
+    times
+        How many slices there are.
+    made_bytes, free_bytes
+        Of its result, and what is left beside all that is held while it runs.
+    """
+
+    times: int
+    module: nn.Module
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+    made_bytes: int
+    free_bytes: int
+
+    @property
+    def kind(self) -> Hashable:
+        """What takes as long; of what is free the order of magnitude matters."""
+        of = type(self.module), self.module.weight.shape, self.module.extra_repr()
+        return (*of, self.shape, self.dtype, self.needs_gradient, self.free_bytes.bit_length())
+
+    @property
+    def own_bytes(self) -> int:
+        """What a trial holds: input and parameters, each with a gradient, and the result's."""
+        read = prod(self.shape) * self.dtype.itemsize
+        return 2 * (read + sum(it.nbytes for it in self.module.parameters())) + self.made_bytes
+
+
+class Race:
+    """Times choices of slices of one call.
+
+    Parameters
+    ----------
+    search
+        Without workspaces: it says what is held beside a convolution.
+    known
+        Seconds by kind of convolution, which are added to.
+    limit
+        Lets torch take so many bytes of the device and no more.
+    """
+
+    def __init__(
+        self,
+        call: Candidate,
+        search: Sectioning,
+        device: torch.device,
+        known: dict[Hashable, float],
+        limit: Limit = allowance,
+    ) -> None:
+        self._call, self._search, self._device = call, search, device
+        self._known, self._limit = known, limit
+        last = is_channels_last(call.module, call.call)
+        self._format = torch.channels_last if last else torch.contiguous_format
+
+    def fastest(self, choices: Sequence[Sections], room: int) -> Sections:
+        """The choice whose convolutions take least time; of those tried, where the time is up.
+
+        Parameters
+        ----------
+        room
+            Bytes that an iteration may hold at its peak, less what an optimizer keeps.
+        """
+        begun = perf_counter()
+        best, least = choices[0], inf
+        for sections in choices if len(choices) > 1 else ():
+            seconds = sum(it.times * self._seconds(it) for it in self._slices(sections, room))
+            if seconds < least:
+                best, least = sections, seconds
+            if perf_counter() - begun > _SECONDS:
+                break
+        return best
+
+    def _slices(self, sections: Sections, room: int) -> Iterator[_Slice]:
+        trace, held = self._search.floor(sections)
+        most: dict[str, int] = {}
+        for op, nbytes in zip(trace.ops, held, strict=True):
+            if convolves(op):
+                most[op.module] = max(most.get(op.module, 0), nbytes)
+        whole, modules = self._call.trace, dict(self._call.module.named_modules())
+        for op in whole.ops:
+            module = modules.get(op.module)
+            if module is None or type(module) not in _CONVOLUTIONS or not convolves(op):
+                continue
+            given = self._call.given(module)
+            if given is None or op.phase is not Phase.FORWARD:
+                continue
+            within = (it for it in sections if inside(op.module, it.modules))
+            slices, along = next(((it.slices, it.along) for it in within), (1, 0))
+            rows = given.shape[along]
+            times = min(slices, rows)
+            size = -(-rows // times)
+            shape = (*given.shape[:along], size, *given.shape[along + 1 :])
+            made = sum(whole.storages[whole.values[value].storage].nbytes for value in op.writes)
+            # A module that slices take apart bears another name there.
+            free = max(0, room - most.get(op.module, max(held)))
+            yield _Slice(
+                times, module, shape, given.dtype, given.requires_grad, made * size // rows, free
+            )
+
+    def _seconds(self, slice_: _Slice) -> float:
+        if slice_.kind not in self._known:
+            try:
+                self._known[slice_.kind] = self._timed(slice_)
+            except RuntimeError:  # also: out of memory
+                self._known[slice_.kind] = inf
+        return self._known[slice_.kind]
+
+    def _timed(self, slice_: _Slice) -> float:
+        """Seconds of forward and backward, with as little room beside as there will be.
+
+        On the threads that run them later, as PyTorch keeps cuDNN's choices for each.
+        """
+        module, made = slice_.module, list[Tensor]()
+        with self._limit(self._device, slice_.own_bytes + slice_.free_bytes), torch.enable_grad():
+            x = self._filled(slice_)
+            wanted = [it for it in (x, *module.parameters()) if it.requires_grad]
+
+            def forward() -> None:
+                made.clear()
+                made.append(run_plain(module, x))
+
+            def backward() -> None:
+                torch.autograd.grad([end], wanted, [gradient], retain_graph=True)
+
+            seconds = self._median(forward)
+            if not wanted:
+                return seconds
+            # The result is gone by then, and a gradient lies like it.
+            gradient, end = made[0].detach(), get_gradient_edge(made.pop())
+            return seconds + self._median(backward)
+
+    def _filled(self, slice_: _Slice) -> Tensor:
+        x = torch.full(slice_.shape, _NUMBER, dtype=slice_.dtype, device=self._device)
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=self._format)
+        return x.requires_grad_(slice_.needs_gradient)
+
+    def _median(self, run: Callable[[], None]) -> float:
+        for _ in range(_UNTIMED):
+            run()
+        clock = clock_for(self._device)
+        for _ in range(_TIMED):
+            clock.start()
+            run()
+            clock.stop()
+        return median(seconds for seconds, _ in clock.results())
