@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from belady.ir.curves import curve
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
-from belady.planners.base import Draft, finish
+from belady.planners.base import Draft, assemble, finish
 from belady.planners.moves import Case, Schedule, movable, offloads, read_by, tier_for
 
 
@@ -50,3 +52,9 @@ def _schedule(trace: Trace, index: int) -> Schedule:
 
 
 FLOOR = Floor()
+
+
+def held_by_floor(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Sequence[int]:
+    """Device bytes held during each op where all is moved that may move."""
+    case = Case(trace, hardware, budget)
+    return curve(trace, assemble(case, FLOOR.draft(case)), hardware.allocator)

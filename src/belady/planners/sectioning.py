@@ -16,16 +16,13 @@ from operator import itemgetter
 from belady.errors import PlanMismatchError
 from belady.ir.along import Dims, seen_along
 from belady.ir.collector import uncollected
-from belady.ir.curves import curve
 from belady.ir.finding import find
 from belady.ir.hardware import HardwareProfile
 from belady.ir.margin import needed
 from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
-from belady.planners.base import assemble
-from belady.planners.floor import FLOOR
-from belady.planners.moves import Case
+from belady.planners.floor import held_by_floor
 from belady.planners.places import (
     Chain,
     Order,
@@ -52,32 +49,6 @@ _ORDERS: tuple[Order, ...] = (len, lambda it: -len(it))
 _ALONGS = (0, 1)
 
 
-def sections_for(
-    trace: Trace,
-    hardware: HardwareProfile,
-    budget: Budget,
-    chains: Sequence[Chain],
-    may: Callable[[Section], bool],
-) -> Sections | None:
-    """The least work in slices with which the floor of ``trace`` fits; None if none do.
-
-    Parameters
-    ----------
-    trace
-        Unsectioned, with module paths.
-    chains
-        What may be cut from.
-    may
-        Whether a section may run in slices; asked of few.
-
-    Returns
-    -------
-    tuple of Section
-        Empty if it fits as it is. Whoever runs them changes the order of sums.
-    """
-    return Sectioning(trace, hardware, budget, chains, may).within(budget.device_bytes)
-
-
 def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:
     """Bytes of the floor of ``trace`` beyond the budget; negative where there is room."""
     return _needed(trace, hardware, budget)[0] - budget.device_bytes
@@ -92,12 +63,21 @@ class Sectioning:
 
     Parameters
     ----------
-    trace, hardware, chains, may
-        See `sections_for`.
+    trace
+        Unsectioned, with module paths.
+    chains
+        What may be cut from.
+    may
+        Whether a section may run in slices; asked of few.
     budget
         Of host and disk; that of the device is given for each search.
     dims
         Where rows along another dimension than the batch are, see `belady.ir.along`; asked late.
+
+    Attributes
+    ----------
+    work
+        What running under sections costs, in bytes.
     """
 
     def __init__(
@@ -114,7 +94,7 @@ class Sectioning:
         self._hardware = hardware
         self._budget = budget
         self._may = may
-        self._work = Work(trace)
+        self.work = Work(trace)
         self._known: dict[Sections, tuple[int, str]] = {}
         self._allowed: dict[tuple[Chain, int], bool] = {}
         self._counts: dict[tuple[Chain, int], tuple[int, ...]] = {}
@@ -129,13 +109,20 @@ class Sectioning:
             If it does not show what is needed to cut them.
         """
         trace = self._under(sections)
-        return trace, _held(trace, self._hardware, self._budget)
+        return trace, held_by_floor(trace, self._hardware, self._budget)
+
+    def fits(self, sections: Sections, nbytes: int) -> bool:
+        """Whether the floor fits in ``nbytes`` under sections that may be."""
+        return self._needed(sections)[0] <= nbytes and all(map(self._is_allowed, sections))
 
     def within(self, nbytes: int) -> Sections | None:
-        """The least work in slices with which the floor fits in ``nbytes``; None if none do."""
+        """The least work in slices with which the floor fits in ``nbytes``; None if none do.
+
+        Empty if it fits as it is. Whoever runs them changes the order of sums.
+        """
         found = [it for order in _ORDERS for it in (self._found(order, nbytes),) if it is not None]
         refined = (self._refined(it, nbytes) for it in found)
-        return min(refined, key=self._work, default=None)
+        return min(refined, key=self.work, default=None)
 
     def _found(self, order: Order, nbytes: int) -> Sections | None:
         """Sections with which the floor fits, by the least change of the worst module each time."""
@@ -177,8 +164,8 @@ class Sectioning:
 
         Where they add little, more slices leave more room: they stay.
         """
-        while (now := self._work(sections)) > _LITTLE * self._work(()):
-            candidates = ((self._work(it), it) for it in dict.fromkeys(easier(sections)))
+        while (now := self.work(sections)) > _LITTLE * self.work(()):
+            candidates = ((self.work(it), it) for it in dict.fromkeys(easier(sections)))
             less = sorted((it for it in candidates if it[0] < now), key=itemgetter(0))
             found = self._first_that_fits([it for _, it in less], nbytes)
             if found is None:
@@ -290,11 +277,6 @@ class Sectioning:
 
 
 def _needed(trace: Trace, hardware: HardwareProfile, budget: Budget) -> tuple[int, str]:
-    held = _held(trace, hardware, budget)
+    held = held_by_floor(trace, hardware, budget)
     nbytes, at = needed(trace, hardware.allocator, held)
     return nbytes, trace.ops[at].module if held else ""
-
-
-def _held(trace: Trace, hardware: HardwareProfile, budget: Budget) -> Sequence[int]:
-    case = Case(trace, hardware, budget)
-    return curve(trace, assemble(case, FLOOR.draft(case)), hardware.allocator)

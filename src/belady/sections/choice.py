@@ -31,8 +31,9 @@ _ANEW, _LESS, _SPARE = 2, 0.98, 1 / 16
 _CLOSE = 1.1
 
 
-# Picks from sections that all fit, which leave so many bytes for an iteration at its peak.
-Fastest = Callable[[Sequence[Sections], int], Sections]
+# Picks from sections that fit, or takes what is near them: given the bytes that an iteration may
+# hold at its peak, and the budgets in which their floor may have to be.
+Fastest = Callable[[Sequence[Sections], int, Sequence[int]], Sections]
 
 
 class Chosen(NamedTuple):
@@ -145,7 +146,8 @@ class Beside:
             return None
         best, state = next(iter(found.items()))
         if fastest is not None:
-            best = fastest(list(found), self._rest(self.hardware.allocator, self.allowed, state))
+            room = self._rest(self.hardware.allocator, self.allowed, state)
+            best = fastest(list(found), room, [it for it in limits if limits[it] == state])
         return Chosen(best, state)
 
     def least_bytes(self, search: Sectioning, trace: Trace, whole: int) -> int | None:

@@ -274,7 +274,7 @@ class Cutting:
 
     def _told(self, call: Candidate, searches: Searches, copies: Sequence[int]) -> Chosen | None:
         """What is chosen; the search takes seconds, in which the script says nothing."""
-        race = Race(call, searches[-1], self._device, self._raced)
+        race = Race(call, searches[-1], self._device, self._hardware, self._raced)
         fastest = race.fastest if len(searches) > _IN_TURN else None
         size, room = len(call.trace.ops), format_bytes(self._policy.budget.device_bytes)
         _log.info("looking for slices in which a call of %d ops fits into %s", size, room)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from math import inf, prod
 from statistics import median
 from time import perf_counter
@@ -20,10 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from belady.forwards import run_plain
+from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Phase
 from belady.measure.clock import clock_for
 from belady.memory.allowance import allowance
-from belady.planners.places import Sections
+from belady.planners.places import Sections, easier, with_sections
 from belady.planners.sectioning import Sectioning
 from belady.planners.slicework import inside
 from belady.planners.workspace import convolves
@@ -32,8 +35,9 @@ from belady.sections.workspaces import is_channels_last
 
 # The first call of a kind may have cuDNN time its algorithms, and the second load a kernel.
 _UNTIMED, _TIMED = 2, 3
-# After so long no other choice is tried: cuDNN takes a second for some kinds.
-_SECONDS = 30.0
+# After so long no other choice is tried: cuDNN takes a second for some kinds. And what takes more
+# than this of the time is not worth looking on from.
+_SECONDS, _LESS = 40.0, 0.99
 # What tensors are filled with: sizes and layouts tell how long kernels take.
 _NUMBER = 0.5
 # Those of torch itself, which keep nothing of a call.
@@ -94,31 +98,43 @@ class Race:
         call: Candidate,
         search: Sectioning,
         device: torch.device,
+        hardware: HardwareProfile,
         known: dict[Hashable, float],
         limit: Limit = allowance,
     ) -> None:
         self._call, self._search, self._device = call, search, device
-        self._known, self._limit = known, limit
+        self._hardware, self._known, self._limit = hardware, known, limit
         last = is_channels_last(call.module, call.call)
         self._format = torch.channels_last if last else torch.contiguous_format
 
-    def fastest(self, choices: Sequence[Sections], room: int) -> Sections:
-        """The choice whose convolutions take least time; of those tried, where the time is up.
+    def fastest(self, choices: Sequence[Sections], room: int, limits: Sequence[int]) -> Sections:
+        """The choice that takes least time, or one near it that takes less; when the time is up.
 
         Parameters
         ----------
         room
             Bytes that an iteration may hold at its peak, less what an optimizer keeps.
+        limits
+            Budgets beside that: what is near a choice fits in the smallest in which that does.
         """
-        begun = perf_counter()
+        until = perf_counter() + _SECONDS
         best, least = choices[0], inf
-        for sections in choices if len(choices) > 1 else ():
-            seconds = sum(it.times * self._seconds(it) for it in self._slices(sections, room))
-            if seconds < least:
-                best, least = sections, seconds
-            if perf_counter() - begun > _SECONDS:
+        while choices:
+            before = least
+            for sections in choices:
+                seconds = self._seconds(sections, room) if perf_counter() < until else inf
+                if seconds < least:
+                    best, least = sections, seconds
+            if not least < _LESS * before:
                 break
+            limit = min(filter(partial(self._search.fits, best), limits), default=0)
+            choices = [it for it in dict.fromkeys(_near(best)) if self._search.fits(it, limit)]
         return best
+
+    def _seconds(self, sections: Sections, room: int) -> float:
+        """What convolutions take under ``sections``, and all ops for their bytes."""
+        kernels = sum(it.times * self._of(it) for it in self._slices(sections, room))
+        return kernels + self._hardware.memory_seconds(self._search.work(sections))
 
     def _slices(self, sections: Sections, room: int) -> Iterator[_Slice]:
         trace, held = self._search.floor(sections)
@@ -147,7 +163,7 @@ class Race:
                 times, module, shape, given.dtype, given.requires_grad, made * size // rows, free
             )
 
-    def _seconds(self, slice_: _Slice) -> float:
+    def _of(self, slice_: _Slice) -> float:
         if slice_.kind not in self._known:
             try:
                 self._known[slice_.kind] = self._timed(slice_)
@@ -194,3 +210,10 @@ class Race:
             run()
             clock.stop()
         return median(seconds for seconds, _ in clock.results())
+
+
+def _near(sections: Sections) -> Iterator[Sections]:
+    """Sections with more slices of one of them, or with fewer, or in two parts."""
+    for section in sections:
+        yield with_sections(sections, [replace(section, slices=2 * section.slices)])
+    yield from easier(sections)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from belady.ir.along import Dims
+from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.held import with_state
 from belady.planners import sectioning, smallest_budget
-from belady.planners.sectioning import Sectioning, over_budget, sections_for
+from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces
 from tests.unit.planners.nets import gpu
 
@@ -58,6 +59,16 @@ def traced(make: object) -> tuple[Trace, list[tuple[str, ...]]]:
 
 def everything(_: Section) -> bool:
     return True
+
+
+def sections_for(
+    trace: Trace,
+    hardware: HardwareProfile,
+    budget: Budget,
+    chains: Sequence[tuple[str, ...]],
+    may: Callable[[Section], bool],
+) -> tuple[Section, ...] | None:
+    return Sectioning(trace, hardware, budget, chains, may).within(budget.device_bytes)
 
 
 def floor_of(trace: Trace, sections: Sequence[Section] = ()) -> int:
@@ -278,3 +289,25 @@ def test_where_tokens_are_not_known_nothing_is_cut_along_them() -> None:
     sectioning = search(2, False, [])
     sectioning._dims = lambda _: None
     assert sectioning.within(sectioning._needed(())[0] // 2) is None
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_what_the_floor_holds_is_what_its_plan_needs(slices: int) -> None:
+    trace, chains = traced(flat)
+    search = Sectioning(trace, gpu(), PLENTY, chains, everything)
+    sections = (Section(chains[0][:5], slices),) if slices > 1 else ()
+    under, held = search.floor(sections)
+    assert under == (apply(trace, sections) if sections else trace)
+    assert len(held) == len(under.ops)
+    # Nothing is lost between blocks of this machine.
+    assert max(held) == floor_of(trace, sections)
+
+
+def test_sections_fit_in_what_they_need_if_they_may_be() -> None:
+    trace, chains = traced(flat)
+    sections = (Section(chains[0][:5], 4),)
+    needed = floor_of(trace, sections)
+    search = Sectioning(trace, gpu(), PLENTY, chains, everything)
+    assert search.fits(sections, needed)
+    assert not search.fits(sections, needed - 1)
+    assert not Sectioning(trace, gpu(), PLENTY, chains, lambda _: False).fits(sections, needed)

@@ -1,0 +1,196 @@
+"""Of several choices of slices the one that the device runs fastest, as trials of it show."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from belady.ir.plan import Budget, Section
+from belady.measure.stages import Policy
+from belady.planners.places import Sections
+from belady.planners.sectioning import Sectioning
+from belady.sections import cutting, race
+from belady.sections.candidate import Candidate, chains
+from belady.sections.cutting import Cutting
+from belady.sections.race import Race
+from belady.sections.workspaces import shares_in_turn
+from tests.unit.planners.nets import gpu
+
+CPU = torch.device("cpu")
+KEY = (0,)
+SAMPLES = 32
+PLENTY = 1 << 40
+
+
+def model() -> nn.Sequential:
+    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+    return nn.Sequential(first, nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+def called(net: nn.Module) -> Candidate:
+    call = ((torch.rand(SAMPLES, 3, 32, 32),), {})
+    found = Candidate.of(net, call, CPU)
+    assert found is not None
+    return found
+
+
+class Trials:
+    """Stands for the device: how long convolutions of so many samples take, and what was asked."""
+
+    def __init__(self, seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self._seconds = seconds
+        monkeypatch.setattr(Race, "_timed", lambda _, slice_: self(slice_))
+
+    def __call__(self, slice_: race._Slice) -> float:
+        samples = slice_.shape[0]
+        self.asked.append((samples, slice_.free_bytes))
+        return samples * self._seconds.get(samples, 1.0)
+
+
+def raced(net: nn.Module, known: dict[Hashable, float] | None = None) -> Race:
+    call = called(net)
+    search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    return Race(call, search, CPU, gpu(), {} if known is None else known)
+
+
+def cut(slices: int, modules: Sequence[str] = ("0", "1", "2", "3")) -> Sections:
+    return (Section(tuple(modules), slices),)
+
+
+def test_the_fastest_choice_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    Trials({4: 0.5, 8: 0.2, 16: 0.9}, monkeypatch)
+    choices = [cut(8), cut(4), cut(2)]
+    assert raced(model()).fastest(choices, PLENTY, []) == cut(4)
+
+
+def test_what_is_near_the_fastest_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    Trials({2: 0.1, 4: 0.5, 8: 0.7, 16: 0.9}, monkeypatch)
+    assert raced(model()).fastest([cut(2), cut(4)], PLENTY, [PLENTY]) == cut(16)
+
+
+def test_what_is_near_has_to_fit_where_the_choice_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    Trials({8: 0.5, 16: 0.2}, monkeypatch)
+    running = raced(model())
+    needed, _ = running._search._needed(cut(4))
+    # Fewer slices need more.
+    assert running.fastest([cut(4)], PLENTY, [needed, PLENTY]) == cut(4)
+    assert running.fastest([cut(4)], PLENTY, [needed - 1, PLENTY]) == cut(2)
+
+
+def test_nothing_is_tried_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials({4: 0.5, 8: 0.2}, monkeypatch)
+    monkeypatch.setattr(race, "_SECONDS", -1.0)
+    assert raced(model()).fastest([cut(8), cut(4)], PLENTY, [PLENTY]) == cut(8)
+    assert trials.asked == []
+
+
+def test_a_convolution_is_tried_once_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials({4: 0.1}, monkeypatch)
+    known: dict[Hashable, float] = {}
+    for _ in range(2):
+        raced(model(), known).fastest([cut(8), cut(4)], PLENTY, [])
+    # Two convolutions that differ, in slices of two sizes.
+    assert sorted(samples for samples, _ in trials.asked) == [4, 4, 8, 8]
+    # Less room is another kind.
+    raced(model(), known).fastest([cut(8), cut(4)], PLENTY // 8, [])
+    assert len(trials.asked) == 8
+
+
+def test_a_trial_finds_as_much_room_as_the_floor_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials({}, monkeypatch)
+    running = raced(model())
+    room = 64 << 20
+    running._seconds(cut(8), room)
+    under, held = running._search.floor(cut(8))
+    most = {
+        name: max(n for n, op in zip(held, under.ops, strict=True) if op.module == name)
+        for name in ("0.0", "1")
+    }
+    assert [free for _, free in trials.asked] == [room - most["0.0"], room - most["1"]]
+
+
+def test_what_cannot_be_tried_is_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(_: Race, slice_: race._Slice) -> float:
+        if slice_.shape[0] == 8:
+            raise torch.OutOfMemoryError("no room")
+        return 1.0
+
+    monkeypatch.setattr(Race, "_timed", scarce)
+    assert raced(model()).fastest([cut(4), cut(8)], PLENTY, []) == cut(8)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_trial_runs_the_real_convolution_and_leaves_nothing(
+    last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    @contextmanager
+    def limit(_: torch.device, nbytes: int) -> Iterator[None]:
+        asked.append(nbytes)
+        yield
+
+    layouts: list[bool] = []
+    plain = race.run_plain
+
+    def noted(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        layouts.append(x.is_contiguous(memory_format=torch.channels_last))
+        made: torch.Tensor = plain(module, x)
+        assert x.shape == (4, 8, 32, 32) if x.shape[1] == 8 else x.shape == (4, 3, 32, 32)
+        # Images need no gradient, and what comes out of another module does.
+        assert x.requires_grad == (x.shape[1] == 8)
+        return made
+
+    net = model().to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    before = {name: it.clone() for name, it in net.state_dict().items()}
+    call = called(net)
+    search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    running = Race(call, search, CPU, gpu(), {}, limit)
+    monkeypatch.setattr(race, "run_plain", noted)
+    state = torch.get_rng_state()
+    assert 0.0 < running._seconds(cut(8), 1 << 30) < 1.0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert layouts
+    assert all(it == last for it in layouts)
+    assert all(it.grad is None for it in net.parameters())
+    after = net.state_dict()
+    assert all(torch.equal(after[name], it) for name, it in before.items())
+    # Input, weight and bias twice, and the result once, beside what is free.
+    images, maps, first, second = 4 * 3 * 1024, 4 * 8 * 1024, 8 * 27 + 8, 8 * 72 + 8
+    own = [4 * (2 * (images + first) + maps), 4 * (2 * (maps + second) + maps)]
+    slices = running._slices(cut(8), 1 << 30)
+    assert asked == [n + it.free_bytes for n, it in zip(own, slices, strict=True)]
+
+
+def test_a_frozen_convolution_of_data_has_no_backward() -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    assert 0.0 < raced(net)._seconds(cut(8), 1 << 30) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("most", "shares"), [(0.0, (0.0,)), (1.0, (1.0, 0.0)), (3.15, (3.15, 1.0, 0.0))]
+)
+def test_only_without_tensor_cores_several_shares_are_tried(
+    most: float, shares: tuple[float, ...]
+) -> None:
+    assert shares_in_turn(most) == shares
+
+
+@pytest.mark.parametrize(("share", "slices"), [(1.0, 8), (3.15, 32)])
+def test_choices_are_raced_only_without_tensor_cores(
+    share: float, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "workspace_share", lambda *_: share)
+    trials = Trials({2: 0.5, 1: 0.1}, monkeypatch)
+    net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
+    whole = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    parts = Cutting(Policy("auto", Budget(int(0.9 * whole._needed(())[0]))), gpu(), CPU)
+    assert parts.cut(KEY, net, call)
+    assert bool(trials.asked) == (share > 1.0)
+    assert {it.slices for it in parts._known[net][KEY].sections} == {slices}
