@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -20,11 +21,11 @@ from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate, chains
-from belady.sections.choice import COPIES, Beside, Chosen, Room
+from belady.sections.choice import COPIES, Beside, Fastest, Room
 from belady.sections.gate import Gate
 from belady.sections.in_force import WHOLE, Decided, InForce, Related, flags_of, sentence
 from belady.sections.race import Race
-from belady.sections.workspaces import WITH_TENSOR_CORES, shares_in_turn, workspace_share
+from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
 from belady.sections.wrap import wrap
 from belady.units import format_bytes, format_seconds
 
@@ -32,12 +33,9 @@ _log = logging.getLogger("belady")
 
 # What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
 POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
-# Searches of which the first that finds sections will do; of more the fastest sections are taken.
-_IN_TURN = 2
 # Kinds of calls of a root that are remembered.
 _KINDS = 64
 
-Searches = Sequence[Sectioning]
 # Puts sections of a model in force, where it is asked for them, until it is undone.
 Put = Callable[[nn.Module, Sections, Callable[[], bool]], Callable[[], None]]
 
@@ -149,34 +147,35 @@ class Cutting:
             A budget in which the call fits as it is: where no slices do in that given, one between
             is looked for in which they would.
         """
-        shares = shares_in_turn(workspace_share(module, call, self._device))
-        return self._cut_beside(key, module, call, shares, whole)
-
-    def cut_for_workspaces(self, key: Key, module: nn.Module, call: Call) -> bool:
-        """As `cut`, of a call that fits but for workspaces: without room for them none will do."""
-        return self._cut_beside(key, module, call, (self._share(module, call),))
-
-    def _cut_beside(
-        self, key: Key, module: nn.Module, call: Call, shares: Sequence[float], whole: int = 0
-    ) -> bool:
-        found = Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
-        if found is None:
+        if (found := self._candidate(module, call)) is None:
             return False
-        searches = [self._search(found, share) for share in shares]
-        if self._cut(key, found, searches, COPIES):
+        share = workspace_share(module, call, self._device)
+        least = self._search(found, 0.0)
+        race = Race(found, least, self._device, self._hardware, self._raced)
+        # Without tensor cores the size of a slice can matter more than a workspace.
+        raced = share > max(WITH_TENSOR_CORES) and race.knows_all
+        searches = [least] if raced or not share else [self._search(found, share), least]
+        if self._cut(key, found, searches, COPIES, race.fastest if raced else None):
             return True
-        self.refused = tuple(dict.fromkeys(found.refused.values()))
         if whole:
-            # By the last of the shares, which asks for least.
-            self.least_bytes = self._beside.least_bytes(searches[-1], found.trace, whole)
+            self.least_bytes = self._beside.least_bytes(least, found.trace, whole)
         return False
+
+    def cut_for_workspaces(
+        self, key: Key, module: nn.Module, call: Call, copies: Sequence[int] = COPIES
+    ) -> bool:
+        """As `cut`, of a call that fits but for workspaces: without room for them none will do."""
+        if (found := self._candidate(module, call)) is None:
+            return False
+        return self._cut(key, found, [self._search(found, self._share(module, call))], copies)
+
+    def _candidate(self, module: nn.Module, call: Call) -> Candidate | None:
+        return Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
 
     def make_room(self, key: Key, module: nn.Module, call: Call, trace: Trace) -> None:
         """Cut modules of a call that `lacks_workspaces`; ``trace`` is static, of this call."""
-        if not self.lacks_workspaces(module, call, trace):
-            return
-        if (found := Candidate.of(module, call, self._device, self._alongs)) is not None:
-            self._cut(key, found, [self._search(found, self._share(module, call))], COPIES[1:])
+        if self.lacks_workspaces(module, call, trace):
+            self.cut_for_workspaces(key, module, call, COPIES[1:])
 
     def lacks_workspaces(self, module: nn.Module, call: Call, trace: Trace | None) -> bool:
         """Whether a call that may be cut does not fit beside what a library will ask for.
@@ -261,33 +260,34 @@ class Cutting:
         parts = chains(call.module)
         return Sectioning(asking, self._hardware, budget, parts, call.may_cut, call.dims)
 
-    def _cut(self, key: Key, call: Candidate, searches: Searches, copies: Sequence[int]) -> bool:
-        chosen = self._told(call, searches, copies)
-        if chosen is None:
-            return False
-        module, sections = call.module, chosen.sections
-        known = self._known.setdefault(module, {})
-        known[key] = Decided(sections, flags_of(module, sections), chosen.state_bytes)
-        self._said[id(module)] = [sentence(section) for section in sections]
-        self._wrap(module, sections)
-        return True
-
-    def _told(self, call: Candidate, searches: Searches, copies: Sequence[int]) -> Chosen | None:
-        """What is chosen; the search takes seconds, in which the script says nothing."""
-        race = Race(call, searches[-1], self._device, self._hardware, self._raced)
-        fastest = race.fastest if len(searches) > _IN_TURN else None
+    def _cut(
+        self,
+        key: Key,
+        call: Candidate,
+        searches: Sequence[Sectioning],
+        copies: Sequence[int],
+        fastest: Fastest | None = None,
+    ) -> bool:
+        """Choose sections; the search takes seconds, in which the script says nothing."""
         size, room = len(call.trace.ops), format_bytes(self._policy.budget.device_bytes)
         _log.info("looking for slices in which a call of %d ops fits into %s", size, room)
         begun = perf_counter()
         chosen = self._beside.chosen(searches, call.trace, copies, fastest)
         took = format_seconds(perf_counter() - begun)
         _log.info("%s in %s", "found none" if chosen is None else "found slices", took)
-        return chosen
+        if chosen is None:
+            self.refused = tuple(dict.fromkeys(call.refused.values()))
+            return False
+        module, sections = call.module, chosen.sections
+        decided = Decided(sections, flags_of(module, sections), chosen.state_bytes)
+        self._known.setdefault(module, {})[key] = decided
+        self._said[id(module)] = [sentence(section) for section in sections]
+        self._wrap(module, sections)
+        return True
 
     def _wrap(self, module: nn.Module, sections: Sections) -> None:
         if sections:
-            gate, root = self.gate, id(module)
-            undo = self._put(module, sections, lambda: gate.lets(root))
+            undo = self._put(module, sections, partial(self.gate.lets, id(module)))
             self._undo[module] = InForce(sections, undo)
 
     def _make_way(self, module: nn.Module) -> None:

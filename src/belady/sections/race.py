@@ -103,9 +103,16 @@ class Race:
         limit: Limit = allowance,
     ) -> None:
         self._call, self._search, self._device = call, search, device
+        self._modules = dict(call.module.named_modules())
         self._hardware, self._known, self._limit = hardware, known, limit
         last = is_channels_last(call.module, call.call)
         self._format = torch.channels_last if last else torch.contiguous_format
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether every convolution of the call can be tried."""
+        ops = [it for it in self._call.trace.ops if convolves(it) and it.phase is Phase.FORWARD]
+        return all(type(self._modules.get(op.module)) in _CONVOLUTIONS for op in ops)
 
     def fastest(self, choices: Sequence[Sections], room: int, limits: Sequence[int]) -> Sections:
         """The choice that takes least time, or one near it that takes less; when the time is up.
@@ -142,9 +149,9 @@ class Race:
         for op, nbytes in zip(trace.ops, held, strict=True):
             if convolves(op):
                 most[op.module] = max(most.get(op.module, 0), nbytes)
-        whole, modules = self._call.trace, dict(self._call.module.named_modules())
+        whole = self._call.trace
         for op in whole.ops:
-            module = modules.get(op.module)
+            module = self._modules.get(op.module)
             if module is None or type(module) not in _CONVOLUTIONS or not convolves(op):
                 continue
             given = self._call.given(module)

@@ -27,16 +27,6 @@ def workspace_share(module: nn.Module, call: tuple[Any, Any], device: torch.devi
     return (WITH_TENSOR_CORES if reduced else _WITHOUT)[is_channels_last(module, call)]
 
 
-def shares_in_turn(most: float) -> tuple[float, ...]:
-    """Shares to look for room for, where convolutions may ask for ``most``.
-
-    With tensor cores an algorithm without its workspace is out of the question, if there is one.
-    Without them it is a matter of sizes: more than two shares are to be tried on the device.
-    """
-    usual = max(WITH_TENSOR_CORES)
-    return (most, usual, 0.0) if most > usual else tuple(dict.fromkeys((most, 0.0)))
-
-
 def is_channels_last(module: nn.Module, call: tuple[Any, Any]) -> bool:
     """Whether cuDNN takes the images of a call with channels last."""
     # One operand is enough for it to take both so.

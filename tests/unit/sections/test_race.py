@@ -17,7 +17,6 @@ from belady.sections import cutting, race
 from belady.sections.candidate import Candidate, chains
 from belady.sections.cutting import Cutting
 from belady.sections.race import Race
-from belady.sections.workspaces import shares_in_turn
 from tests.unit.planners.nets import gpu
 
 CPU = torch.device("cpu")
@@ -173,13 +172,16 @@ def test_a_frozen_convolution_of_data_has_no_backward() -> None:
     assert 0.0 < raced(net)._seconds(cut(8), 1 << 30) < 1.0
 
 
-@pytest.mark.parametrize(
-    ("most", "shares"), [(0.0, (0.0,)), (1.0, (1.0, 0.0)), (3.15, (3.15, 1.0, 0.0))]
-)
-def test_only_without_tensor_cores_several_shares_are_tried(
-    most: float, shares: tuple[float, ...]
-) -> None:
-    assert shares_in_turn(most) == shares
+class Padded(nn.Conv2d):
+    """Somebody's own."""
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_module_of_somebody_elses_does_is_not_tried(own: bool) -> None:
+    net = model()
+    if own:
+        net[1] = Padded(8, 8, 3, padding=1)
+    assert raced(net).knows_all == (not own)
 
 
 @pytest.mark.parametrize(("share", "slices"), [(1.0, 8), (3.15, 32)])
