@@ -14,7 +14,7 @@ import belady
 from belady.errors import InfeasibleBudgetError, OrderError
 from belady.ir.run import Run
 from belady.ir.trace import Tier
-from belady.sections import cutting
+from belady.sections import cutting, searching
 from tests.support import training as steps
 from tests.support.models import CNN, GAN, GPT, REPLAYED, TIED, Task
 from tests.support.training import (
@@ -140,12 +140,12 @@ def test_auto_orders_before_it_cuts(between: int, exact: bool) -> None:
     assert not any("forward" in vars(module) for module in training.model.modules())
 
 
-@pytest.mark.parametrize(("share", "cut"), [(0.0, False), (2.0, True)])
+@pytest.mark.parametrize(("share", "cut"), [(0.0, False), (1.0, True)])
 def test_auto_cuts_where_the_order_leaves_no_room_for_workspaces(
     between: int, share: float, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A library that does not get its workspace takes another algorithm, many times slower.
-    monkeypatch.setattr(cutting, "workspace_share", lambda *_: share)
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: share)
     training, expected = Training(DECODER), Training(DECODER).run(plain, ITERATIONS)
     with belady.virtualize(training.models, between) as vm:
         training.run(plain, ITERATIONS)
@@ -163,7 +163,7 @@ def test_auto_cuts_where_the_order_leaves_no_room_for_workspaces(
 def test_the_order_stays_where_nothing_can_be_cut_for_workspaces(
     between: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "workspace_share", lambda *_: 2.0)
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 2.0)
     monkeypatch.setattr(cutting.Cutting, "cut_for_workspaces", lambda *_: False)
     training, _, report = trained(between, "auto")
     assert ORDERED in report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from belady.measure.margins import with_settled
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning
+from belady.sections.race import Race
 
 _log = logging.getLogger("belady")
 
@@ -29,11 +30,6 @@ ROOM = (0.85, 1.0)
 _ANEW, _LESS, _SPARE = 2, 0.98, 1 / 16
 # How far apart a budget that does and one that does not may be, where the smallest is looked for.
 _CLOSE = 1.1
-
-
-# Picks from sections that fit, or takes what is near them: given the bytes that an iteration may
-# hold at its peak, and the budgets in which their floor may have to be.
-Fastest = Callable[[Sequence[Sections], int, Sequence[int]], Sections]
 
 
 class Chosen(NamedTuple):
@@ -122,7 +118,7 @@ class Beside:
         searches: Sequence[Sectioning],
         trace: Trace,
         copies: Sequence[int],
-        fastest: Fastest | None = None,
+        race: Race | None = None,
     ) -> Chosen | None:
         """Sections beside what an optimizer keeps, by the first of the searches that finds any.
 
@@ -131,13 +127,14 @@ class Beside:
 
         Parameters
         ----------
-        fastest
-            Where it is there, it picks from those that all searches find beside as much.
+        race
+            Where it is there, it picks from those that all searches find beside as much, or none
+            where there is room for the call as it is.
         """
         limits = dict(self._limits(trace, self._states(trace, copies)))
         found: dict[Sections, int] = {}
         for search, (limit, state) in product(searches, limits.items()):
-            if found and (fastest is None or state not in found.values()):
+            if found and (race is None or state not in found.values()):
                 continue
             sections = search.within(limit)
             if sections:
@@ -145,9 +142,9 @@ class Beside:
         if not found:
             return None
         best, state = next(iter(found.items()))
-        if fastest is not None:
+        if race is not None:
             room = self._rest(self.hardware.allocator, self.allowed, state)
-            best = fastest(list(found), room, [it for it in limits if limits[it] == state])
+            best = race.fastest(list(found), room, [it for it in limits if limits[it] == state])
         return Chosen(best, state)
 
     def least_bytes(self, search: Sectioning, trace: Trace, whole: int) -> int | None:

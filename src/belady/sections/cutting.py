@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -20,12 +20,12 @@ from belady.measure.stages import Policy
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces
-from belady.sections.candidate import ALONGS, Call, Candidate, chains
-from belady.sections.choice import COPIES, Beside, Fastest, Room
+from belady.sections.candidate import ALONGS, Call, Candidate
+from belady.sections.choice import COPIES, Beside, Room
 from belady.sections.gate import Gate
 from belady.sections.in_force import WHOLE, Decided, InForce, Related, flags_of, sentence
 from belady.sections.race import Race
-from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
+from belady.sections.searching import Searching
 from belady.sections.wrap import wrap
 from belady.units import format_bytes, format_seconds
 
@@ -84,7 +84,7 @@ class Cutting:
         self._said: dict[int, list[str]] = {}
         self._must: dict[Key, InfeasibleBudgetError] = {}
         self._related = Related()
-        self._raced: dict[Hashable, float] = {}
+        self._searching = Searching(hardware, policy.budget, device)
         self._room = Room(policy.budget.device_bytes)
 
     @property
@@ -149,16 +149,13 @@ class Cutting:
         """
         if (found := self._candidate(module, call)) is None:
             return False
-        share = workspace_share(module, call, self._device)
-        least = self._search(found, 0.0)
-        race = Race(found, least, self._device, self._hardware, self._raced)
-        # Without tensor cores the size of a slice can matter more than a workspace.
-        raced = share > max(WITH_TENSOR_CORES) and race.knows_all
-        searches = [least] if raced or not share else [self._search(found, share), least]
-        if self._cut(key, found, searches, COPIES, race.fastest if raced else None):
+        race = self._searching.race(found)
+        searches = self._searching.in_turn(found) if race is None else [race.search]
+        if self._cut(key, found, searches, COPIES, race):
             return True
         if whole:
-            self.least_bytes = self._beside.least_bytes(least, found.trace, whole)
+            # By the last, which asks for least.
+            self.least_bytes = self._beside.least_bytes(searches[-1], found.trace, whole)
         return False
 
     def cut_for_workspaces(
@@ -167,7 +164,8 @@ class Cutting:
         """As `cut`, of a call that fits but for workspaces: without room for them none will do."""
         if (found := self._candidate(module, call)) is None:
             return False
-        return self._cut(key, found, [self._search(found, self._share(module, call))], copies)
+        search = self._searching.beside(found, self._searching.share(module, call))
+        return self._cut(key, found, [search], copies, self._searching.race(found))
 
     def _candidate(self, module: nn.Module, call: Call) -> Candidate | None:
         return Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
@@ -184,7 +182,10 @@ class Cutting:
         """
         if trace is None or not self.may_cut:
             return False
-        asking, budget = with_workspaces(trace, self._share(module, call)), self._policy.budget
+        asking, budget = (
+            with_workspaces(trace, self._searching.share(module, call)),
+            self._policy.budget,
+        )
         # Nothing is lost between blocks of what is there already.
         allocator = replace(self._hardware.allocator, settled_bytes=state_bytes(trace))
         hardware = replace(self._hardware, allocator=allocator)
@@ -194,10 +195,6 @@ class Cutting:
         # An optimizer that keeps nothing is rare, and what is not there yet is in no static trace.
         state = missing_state(trace, 1) if allowed == 1.0 else 0
         return may_lack and over_budget(asking, hardware, within) + state > 0
-
-    def _share(self, module: nn.Module, call: Call) -> float:
-        # Without tensor cores an algorithm with no workspace costs little: slices could cost more.
-        return min(workspace_share(module, call, self._device), max(WITH_TENSOR_CORES))
 
     def unsuited(self, module: nn.Module, trace: Trace) -> bool:
         """Forget the sections of ``module`` if they are too coarse, or finer than they must be.
@@ -255,27 +252,23 @@ class Cutting:
     def _beside(self) -> Beside:
         return self._room.beside(self._policy, self._hardware, self.held_bytes)
 
-    def _search(self, call: Candidate, share: float) -> Sectioning:
-        asking, budget = with_workspaces(call.trace, share), self._policy.budget
-        parts = chains(call.module)
-        return Sectioning(asking, self._hardware, budget, parts, call.may_cut, call.dims)
-
     def _cut(
         self,
         key: Key,
         call: Candidate,
         searches: Sequence[Sectioning],
         copies: Sequence[int],
-        fastest: Fastest | None = None,
+        race: Race | None,
     ) -> bool:
         """Choose sections; the search takes seconds, in which the script says nothing."""
         size, room = len(call.trace.ops), format_bytes(self._policy.budget.device_bytes)
         _log.info("looking for slices in which a call of %d ops fits into %s", size, room)
         begun = perf_counter()
-        chosen = self._beside.chosen(searches, call.trace, copies, fastest)
+        chosen = self._beside.chosen(searches, call.trace, copies, race)
         took = format_seconds(perf_counter() - begun)
-        _log.info("%s in %s", "found none" if chosen is None else "found slices", took)
-        if chosen is None:
+        found = chosen is not None and chosen.sections
+        _log.info("%s in %s", "found slices" if found else "found none", took)
+        if chosen is None or not chosen.sections:
             self.refused = tuple(dict.fromkeys(call.refused.values()))
             return False
         module, sections = call.module, chosen.sections

@@ -83,10 +83,13 @@ class _Slice(NamedTuple):
 class Race:
     """Times choices of slices of one call.
 
-    Parameters
+    Attributes
     ----------
     search
         Without workspaces: it says what is held beside a convolution.
+
+    Parameters
+    ----------
     known
         Seconds by kind of convolution, which are added to.
     limit
@@ -102,7 +105,7 @@ class Race:
         known: dict[Hashable, float],
         limit: Limit = allowance,
     ) -> None:
-        self._call, self._search, self._device = call, search, device
+        self._call, self.search, self._device = call, search, device
         self._modules = dict(call.module.named_modules())
         self._hardware, self._known, self._limit = hardware, known, limit
         last = is_channels_last(call.module, call.call)
@@ -115,7 +118,7 @@ class Race:
         return all(type(self._modules.get(op.module)) in _CONVOLUTIONS for op in ops)
 
     def fastest(self, choices: Sequence[Sections], room: int, limits: Sequence[int]) -> Sections:
-        """The choice that takes least time, or one near it that takes less; when the time is up.
+        """The choice that takes least time, or one near it, or none, if that takes less.
 
         Parameters
         ----------
@@ -126,6 +129,8 @@ class Race:
         """
         until = perf_counter() + _SECONDS
         best, least = choices[0], inf
+        if self.search.fits((), max(limits, default=0)):
+            choices = [*choices, ()]
         while choices:
             before = least
             for sections in choices:
@@ -134,17 +139,17 @@ class Race:
                     best, least = sections, seconds
             if not least < _LESS * before:
                 break
-            limit = min(filter(partial(self._search.fits, best), limits), default=0)
-            choices = [it for it in dict.fromkeys(_near(best)) if self._search.fits(it, limit)]
+            limit = min(filter(partial(self.search.fits, best), limits), default=0)
+            choices = [it for it in dict.fromkeys(_near(best)) if self.search.fits(it, limit)]
         return best
 
     def _seconds(self, sections: Sections, room: int) -> float:
         """What convolutions take under ``sections``, and all ops for their bytes."""
         kernels = sum(it.times * self._of(it) for it in self._slices(sections, room))
-        return kernels + self._hardware.memory_seconds(self._search.work(sections))
+        return kernels + self._hardware.memory_seconds(self.search.work(sections))
 
     def _slices(self, sections: Sections, room: int) -> Iterator[_Slice]:
-        trace, held = self._search.floor(sections)
+        trace, held = self.search.floor(sections)
         most: dict[str, int] = {}
         for op, nbytes in zip(trace.ops, held, strict=True):
             if convolves(op):

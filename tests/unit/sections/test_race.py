@@ -13,7 +13,7 @@ from belady.ir.plan import Budget, Section
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning
-from belady.sections import cutting, race
+from belady.sections import race, searching
 from belady.sections.candidate import Candidate, chains
 from belady.sections.cutting import Cutting
 from belady.sections.race import Race
@@ -75,7 +75,7 @@ def test_what_is_near_the_fastest_is_tried_too(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_near_has_to_fit_where_the_choice_does(monkeypatch: pytest.MonkeyPatch) -> None:
     Trials({8: 0.5, 16: 0.2}, monkeypatch)
     running = raced(model())
-    needed, _ = running._search._needed(cut(4))
+    needed, _ = running.search._needed(cut(4))
     # Fewer slices need more.
     assert running.fastest([cut(4)], PLENTY, [needed, PLENTY]) == cut(4)
     assert running.fastest([cut(4)], PLENTY, [needed - 1, PLENTY]) == cut(2)
@@ -105,7 +105,7 @@ def test_a_trial_finds_as_much_room_as_the_floor_leaves(monkeypatch: pytest.Monk
     running = raced(model())
     room = 64 << 20
     running._seconds(cut(8), room)
-    under, held = running._search.floor(cut(8))
+    under, held = running.search.floor(cut(8))
     most = {
         name: max(n for n, op in zip(held, under.ops, strict=True) if op.module == name)
         for name in ("0.0", "1")
@@ -188,7 +188,7 @@ def test_what_a_module_of_somebody_elses_does_is_not_tried(own: bool) -> None:
 def test_choices_are_raced_only_without_tensor_cores(
     share: float, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "workspace_share", lambda *_: share)
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: share)
     trials = Trials({2: 0.5, 1: 0.1}, monkeypatch)
     net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
     whole = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
@@ -196,3 +196,17 @@ def test_choices_are_raced_only_without_tensor_cores(
     assert parts.cut(KEY, net, call)
     assert bool(trials.asked) == (share > 1.0)
     assert {it.slices for it in parts._known[net][KEY].sections} == {slices}
+
+
+@pytest.mark.parametrize(("samples", "cuts"), [(SAMPLES, False), (8, True)])
+def test_what_fits_but_for_workspaces_runs_whole_where_that_is_faster(
+    samples: int, cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15)
+    trials = Trials({samples: 0.1}, monkeypatch)
+    net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
+    search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    parts = Cutting(Policy("auto", Budget(int(1.2 * search._needed(())[0]))), gpu(), CPU)
+    assert parts.cut_for_workspaces(KEY, net, call) == cuts
+    assert SAMPLES in {size for size, _ in trials.asked}
+    assert (net in parts) == cuts

@@ -1,0 +1,62 @@
+"""How sections of a call are looked for: with room for which workspaces, and who picks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Budget
+from belady.planners.sectioning import Sectioning
+from belady.planners.workspace import with_workspaces
+from belady.sections.candidate import Candidate, chains
+from belady.sections.race import Race
+from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
+
+
+class Searching:
+    """Searches for sections within one budget.
+
+    Attributes
+    ----------
+    device
+        Where modules run.
+    """
+
+    def __init__(self, hardware: HardwareProfile, budget: Budget, device: torch.device) -> None:
+        self.device = device
+        self._hardware, self._budget = hardware, budget
+        self._raced: dict[Hashable, float] = {}
+
+    def beside(self, call: Candidate, share: float) -> Sectioning:
+        """With room for workspaces of so much of input, weight and output of each convolution."""
+        asking, parts = with_workspaces(call.trace, share), chains(call.module)
+        return Sectioning(asking, self._hardware, self._budget, parts, call.may_cut, call.dims)
+
+    def share(self, module: nn.Module, call: tuple[Any, Any]) -> float:
+        """What room is made for, where a call fits but for workspaces.
+
+        Without tensor cores an algorithm can do with less than it may ask for.
+        """
+        return min(workspace_share(module, call, self.device), max(WITH_TENSOR_CORES))
+
+    def in_turn(self, call: Candidate) -> list[Sectioning]:
+        """Searches for a call that does not fit; the first that finds sections will do."""
+        share = workspace_share(call.module, call.call, self.device)
+        return [self.beside(call, it) for it in dict.fromkeys((share, 0.0))]
+
+    def race(self, call: Candidate) -> Race | None:
+        """Who picks the fastest sections, where that is for the device to say.
+
+        With tensor cores an algorithm without its workspace is out of the question. Without them
+        the size of a slice can matter more than a workspace.
+        """
+        share = workspace_share(call.module, call.call, self.device)
+        if share <= max(WITH_TENSOR_CORES):
+            return None
+        search = self.beside(call, 0.0)
+        race = Race(call, search, self.device, self._hardware, self._raced)
+        return race if race.knows_all else None
