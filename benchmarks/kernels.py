@@ -11,12 +11,12 @@ import json
 
 import torch
 
-from benchmarks import options, records
+from benchmarks import options, records, sliced
 from benchmarks.beside import copies
 from benchmarks.cases import Record
 from benchmarks.questions import OF_KERNELS, Asked
 
-QUESTIONS = {**OF_KERNELS, "copies": copies}
+QUESTIONS = {**OF_KERNELS, "copies": copies, "slices": sliced.slices}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,16 +54,15 @@ def table(found: list[Record]) -> str:
     if not found:
         return "No records yet.\n"
     machines = sorted({f"{record['device_name']}, torch {record['torch']}" for record in found})
-    rows = [_row(record) for record in found if record["what"] not in ("convolution", "copy")]
+    rows = [_row(record) for record in found if record["what"] not in _APART]
     head = "| what | how | ms for a GiB | shortcut | same bits |\n"
     lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     parts = [f"Measured on: {'; '.join(machines)}.\n", f"{head}{'|---' * 5}|\n{lines}"]
-    convolutions = [record for record in found if record["what"] == "convolution"]
-    if convolutions:
-        parts.append(_convolutions(convolutions))
-    beside = [record for record in found if record["what"] == "copy"]
-    if beside:
-        parts.append(_copies(beside))
+    parts += [
+        shown(answers)
+        for what, shown in _APART.items()
+        if (answers := [record for record in found if record["what"] == what])
+    ]
     return "\n".join(parts)
 
 
@@ -143,3 +142,7 @@ def _cell(record: Record) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+# What has a table of its own.
+_APART = {"convolution": _convolutions, "copy": _copies, "slice": sliced.table}

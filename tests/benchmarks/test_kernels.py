@@ -16,17 +16,22 @@ def test_every_question_is_answered(tmp_path: Path) -> None:
     toy = Namespace(out=out, question=None, device="cpu", repeats=1, images=1, edge=8)
     assert kernels.run(toy) == 0
     found = records.read(out)
-    assert {record["what"] for record in found} == {"digest", "replay", "convolution"}
+    assert {record["what"] for record in found} == {"digest", "replay", "convolution", "slice"}
     assert all(record["device_name"] == "cpu" for record in found)
     replays = [record for record in found if record["what"] == "replay"]
     assert all(record["same_bits"] and record["s_per_gib"] > 0 for record in replays)
     _each_limit_has_its_settings_before_and_after(found)
     table = kernels.table(found)
-    others = [record for record in found if record["what"] != "convolution"]
+    apart = "convolution", "slice"
+    others = [record for record in found if record["what"] not in apart]
     convolutions = {
-        (it["way"], it["precision"], it["channels_last"]) for it in found[len(others) :]
+        (it["way"], it["precision"], it["channels_last"])
+        for it in found
+        if it["what"] == "convolution"
     }
-    assert table.count("\n") == 4 + len(others) + 3 + len(convolutions)
+    sliced = {(it["way"], *it["channels"]) for it in found if it["what"] == "slice"}
+    assert len(sliced) == 3 * 4
+    assert table.count("\n") == 4 + len(others) + 3 + len(convolutions) + 3 + len(sliced)
     assert "| replay | batch norm, bf16, channels_last |" in table
     assert "| forward, tf32, channels_last |" in table
     assert "| limit of 64 MiB |" in table
@@ -68,6 +73,19 @@ def test_cudnn_is_in_use_whatever_is_set() -> None:
     with precisely("tf32", deterministic=True):
         assert (cudnn.enabled, cudnn.deterministic, cudnn.allow_tf32) == (True, True, True)
     assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) == before
+
+
+def test_slices_have_a_column_for_each_size_and_room_largest_first() -> None:
+    about = {"device_name": "any", "torch": "2", "what": "slice", "way": "forward", "edge": 8}
+    of = {**about, "channels": [3, 4], "s": 0.25, "workspace_bytes": 3 << 20}
+    sizes = [(8, 256), (8, None), (32, 256), (32, 1024), (32, None)]
+    found = [{**of, "samples": samples, "room_mib": room} for samples, room in sizes]
+    found[0] = {**found[0], "error": "no engine"}
+    table = kernels.table(found)
+    head = "32, any room | 32, 1024 MiB | 32, 256 MiB | 8, any room | 8, 256 MiB"
+    assert f"| ms of the batch, MiB of workspace | {head} |" in table
+    cells = " | ".join(["250.0, 3"] * 4)
+    assert f"| forward, 3 to 4, 8 pixels | {cells} | no engine |" in table
 
 
 def test_copies_beside_kernels_are_told_as_shares_of_copies_alone() -> None:

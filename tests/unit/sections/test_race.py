@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import belady
 from belady.ir.plan import Budget, Section
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
@@ -170,6 +172,68 @@ def test_a_frozen_convolution_of_data_has_no_backward() -> None:
     net = model()
     net[0].requires_grad_(False)
     assert 0.0 < raced(net)._seconds(cut(8), 1 << 30) < 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("benchmark", [False, True])
+def test_trials_on_a_device_leave_its_memory_and_its_limit(
+    benchmark: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    net = model().to(device)
+    call = Candidate.of(net, ((torch.rand(SAMPLES, 3, 128, 128, device=device),), {}), device)
+    assert call is not None
+    known: dict[Hashable, float] = {}
+    search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    before = torch.cuda.memory_allocated(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device)
+    room = 4 * max(search.floor(())[1])
+    taken = Race(call, search, device, gpu(), known).fastest([cut(8), cut(2)], room, [room])
+    assert taken
+    assert known
+    assert all(0.0 < seconds < 1.0 for seconds in known.values())
+    assert torch.cuda.memory_allocated(device) == before
+    assert torch.cuda.get_per_process_memory_fraction(device) == allowed
+
+
+def losses_within(budget: int | None) -> list[float]:
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+    net = nn.Sequential(*convolutions, nn.ReLU(), nn.AvgPool2d(8), nn.Flatten(1)).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    x = torch.rand(32, 3, 256, 256, device="cuda")
+    found = []
+    with ExitStack() as stack:
+        vm = None if budget is None else stack.enter_context(belady.virtualize(net, budget))
+        for _ in range(8):
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        if vm is not None:
+            assert "slices along the batch" in vm.report()
+    return found
+
+
+@pytest.mark.gpu
+def test_slices_that_were_raced_train_as_plain_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    raced = []
+    fastest = Race.fastest
+
+    def noted(self: Race, *given: Any) -> Sections:
+        raced.append(fastest(self, *given))
+        return raced[-1]
+
+    monkeypatch.setattr(Race, "fastest", noted)
+    expected = losses_within(None)
+    torch.cuda.empty_cache()
+    # Each map is 512 MiB, and the backward of a convolution reads two and makes one.
+    torch.testing.assert_close(losses_within(1 << 30), expected, rtol=1e-4, atol=0.0)
+    assert raced
 
 
 class Padded(nn.Conv2d):
