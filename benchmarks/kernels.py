@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask every question and print the answers."""
     device = torch.device(arguments.device)
+    if device.type == "cuda" and device.index is None:
+        # A limit on memory is of one device by its number.
+        device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about = {"device_name": name, "torch": str(torch.__version__)}
     asked = Asked(device, arguments.images, arguments.edge, arguments.repeats)

@@ -11,7 +11,7 @@ from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.ordered.policies import ALWAYS, AS_NEEDED
 from belady.ordered.wrap import ordered
-from belady.planners.sectioning import sections_for
+from belady.planners.sectioning import Sectioning
 from belady.sections import cutting
 from belady.sections.allowed import reasons
 from belady.sections.candidate import chains
@@ -83,7 +83,8 @@ class Iteration:
         def may(section: Section) -> bool:
             return not reasons(model, section, trace)
 
-        found = sections_for(trace, self.hardware, Budget(nbytes), chains(model), may)
+        search = Sectioning(trace, self.hardware, Budget(nbytes), chains(model), may)
+        found = search.within(nbytes)
         if not found:
             return None
         return Way("; ".join(map(_words, found)), apply(trace, found))

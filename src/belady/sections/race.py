@@ -1,9 +1,8 @@
 """Which of several choices of slices runs fastest: the convolutions in them are tried.
 
 How long cuDNN takes for a slice depends on which of its algorithms knows that size, and which gets
-the workspace that it asks for. Without tensor cores both can double an iteration (VGG-16 in fp32 on
-an H200: of slices of 8 samples the data gradient of 256 channels takes 3.7 times as long as of the
-batch, the weight gradient without a workspace 3.9 times), and no rule for sizes foretells either.
+the workspace that it asks for. Without tensor cores both matter much, and no rule for sizes foretells
+either: ``python -m benchmarks kernels --question slices`` shows it.
 """
 
 from __future__ import annotations
