@@ -1,8 +1,8 @@
 """Which of several choices of slices runs fastest: the convolutions in them are tried.
 
 How long cuDNN takes for a slice depends on which of its algorithms knows that size, and which gets
-the workspace that it asks for. Without tensor cores both matter much, and no rule for sizes foretells
-either: ``python -m benchmarks kernels --question slices`` shows it.
+the workspace that it asks for. Without tensor cores both matter much, and no rule for sizes
+foretells either: ``python -m benchmarks kernels --question slices`` shows it.
 """
 
 from __future__ import annotations
