@@ -8,17 +8,18 @@ foretells either: ``python -m benchmarks kernels --question slices`` shows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf, prod
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.forwards import run_plain
 from belady.ir.hardware import HardwareProfile
@@ -32,10 +33,12 @@ from belady.planners.workspace import convolves
 from belady.sections.candidate import Candidate
 from belady.sections.workspaces import is_channels_last
 
+_FORWARD = torch.ops.aten.convolution.default
+_BACKWARD = torch.ops.aten.convolution_backward.default
 # The first call of a kind may have cuDNN time its algorithms, and the second load a kernel.
 _UNTIMED, _TIMED = 2, 3
-# After so long no other choice is tried: cuDNN takes a second for some kinds. And what takes more
-# than this of the time is not worth looking on from.
+# So long after the first no other choice is tried: cuDNN takes seconds for some kinds. And what
+# takes more than this of the time is not worth looking on from.
 _SECONDS, _LESS = 40.0, 0.99
 # What tensors are filled with: sizes and layouts tell how long kernels take.
 _NUMBER = 0.5
@@ -73,10 +76,9 @@ class _Slice(NamedTuple):
         return (*of, self.shape, self.dtype, self.needs_gradient, self.free_bytes.bit_length())
 
     @property
-    def own_bytes(self) -> int:
-        """What a trial holds: input and parameters, each with a gradient, and the result's."""
-        read = prod(self.shape) * self.dtype.itemsize
-        return 2 * (read + sum(it.nbytes for it in self.module.parameters())) + self.made_bytes
+    def read_bytes(self) -> int:
+        """Of what goes in."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Race:
@@ -126,14 +128,15 @@ class Race:
         limits
             Budgets beside that: what is near a choice fits in the smallest in which that does.
         """
-        until = perf_counter() + _SECONDS
-        best, least = choices[0], inf
         if self.search.fits((), max(limits, default=0)):
             choices = [*choices, ()]
+        best, least, until = choices[0], inf, inf
         while choices:
             before = least
             for sections in choices:
                 seconds = self._seconds(sections, room) if perf_counter() < until else inf
+                # Without the first there is nothing to compare with, however long it takes.
+                until = min(until, perf_counter() + _SECONDS)
                 if seconds < least:
                     best, least = sections, seconds
             if not least < _LESS * before:
@@ -185,34 +188,39 @@ class Race:
     def _timed(self, slice_: _Slice) -> float:
         """Seconds of forward and backward, with as little room beside as there will be.
 
-        On the threads that run them later, as PyTorch keeps cuDNN's choices for each.
+        On a thread of its own. PyTorch keeps cuDNN's choices for each thread, whatever room there
+        was when they were made: neither another trial nor training may go on with those of this.
         """
-        module, made = slice_.module, list[Tensor]()
-        with self._limit(self._device, slice_.own_bytes + slice_.free_bytes), torch.enable_grad():
-            x = self._filled(slice_)
-            wanted = [it for it in (x, *module.parameters()) if it.requires_grad]
+        here: AbstractContextManager[Any] = nullcontext()
+        if self._device.type == "cuda":
+            here = torch.cuda.stream(torch.cuda.current_stream(self._device))
+        with ThreadPoolExecutor(1) as alone:
+            return alone.submit(self._alone, slice_, here).result()
 
-            def forward() -> None:
-                made.clear()
-                made.append(run_plain(module, x))
-
-            def backward() -> None:
-                torch.autograd.grad([end], wanted, [gradient], retain_graph=True)
-
-            seconds = self._median(forward)
-            if not wanted:
+    def _alone(self, slice_: _Slice, here: AbstractContextManager[Any]) -> float:
+        room, read = slice_.free_bytes, slice_.read_bytes
+        with here, torch.no_grad():
+            with self._limit(self._device, room + read + slice_.made_bytes):
+                images, weight, bias, *rest = _called(slice_.module, self._filled(slice_))
+                seconds = self._median(lambda: _FORWARD(images, weight, bias, *rest))
+                gradient = _FORWARD(images, weight, bias, *rest)
+            trained = [it is not None and it.requires_grad for it in (weight, bias)]
+            mask = [slice_.needs_gradient, *trained]
+            if not any(mask):
                 return seconds
-            # The result is gone by then, and a gradient lies like it.
-            gradient, end = made[0].detach(), get_gradient_edge(made.pop())
-            return seconds + self._median(backward)
+            sizes = None if bias is None else list(bias.shape)
+            with self._limit(self._device, room + read + weight.nbytes):
+                return seconds + self._median(
+                    lambda: _BACKWARD(gradient, images, weight, sizes, *rest, mask)
+                )
 
     def _filled(self, slice_: _Slice) -> Tensor:
         x = torch.full(slice_.shape, _NUMBER, dtype=slice_.dtype, device=self._device)
         if x.dim() == 4:
             x = x.contiguous(memory_format=self._format)
-        return x.requires_grad_(slice_.needs_gradient)
+        return x
 
-    def _median(self, run: Callable[[], None]) -> float:
+    def _median(self, run: Callable[[], object]) -> float:
         for _ in range(_UNTIMED):
             run()
         clock = clock_for(self._device)
@@ -221,6 +229,29 @@ class Race:
             run()
             clock.stop()
         return median(seconds for seconds, _ in clock.results())
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what convolutions are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            self.seen.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _called(module: nn.Module, images: Tensor) -> tuple[Any, ...]:
+    """What the convolution of a module is called with: it may pad images by itself."""
+    calls = _Calls()
+    with calls:
+        run_plain(module, images)
+    return calls.seen[0]
 
 
 def _near(sections: Sections) -> Iterator[Sections]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -83,11 +84,11 @@ def test_what_is_near_has_to_fit_where_the_choice_does(monkeypatch: pytest.Monke
     assert running.fastest([cut(4)], PLENTY, [needed - 1, PLENTY]) == cut(2)
 
 
-def test_nothing_is_tried_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_is_tried_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = Trials({4: 0.5, 8: 0.2}, monkeypatch)
     monkeypatch.setattr(race, "_SECONDS", -1.0)
     assert raced(model()).fastest([cut(8), cut(4)], PLENTY, [PLENTY]) == cut(8)
-    assert trials.asked == []
+    assert {samples for samples, _ in trials.asked} == {4}
 
 
 def test_a_convolution_is_tried_once_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,35 +138,68 @@ def test_a_trial_runs_the_real_convolution_and_leaves_nothing(
         yield
 
     layouts: list[bool] = []
-    plain = race.run_plain
+    threads: set[int] = set()
+    masks: list[tuple[int, list[bool]]] = []
+    forward, backward = race._FORWARD, race._BACKWARD
 
-    def noted(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def noted(x: torch.Tensor, *rest: Any) -> object:
         layouts.append(x.is_contiguous(memory_format=torch.channels_last))
-        made: torch.Tensor = plain(module, x)
-        assert x.shape == (4, 8, 32, 32) if x.shape[1] == 8 else x.shape == (4, 3, 32, 32)
-        # Images need no gradient, and what comes out of another module does.
-        assert x.requires_grad == (x.shape[1] == 8)
-        return made
+        threads.add(threading.get_ident())
+        assert x.shape[0] == 4
+        return forward(x, *rest)
+
+    def also_noted(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> object:
+        assert gradient.shape == (4, 8, 32, 32)
+        threads.add(threading.get_ident())
+        masks.append((x.shape[1], rest[-1]))
+        return backward(gradient, x, *rest)
 
     net = model().to(memory_format=torch.channels_last if last else torch.contiguous_format)
     before = {name: it.clone() for name, it in net.state_dict().items()}
     call = called(net)
     search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
     running = Race(call, search, CPU, gpu(), {}, limit)
-    monkeypatch.setattr(race, "run_plain", noted)
+    monkeypatch.setattr(race, "_BACKWARD", also_noted)
+    monkeypatch.setattr(race, "_FORWARD", noted)
     state = torch.get_rng_state()
     assert 0.0 < running._seconds(cut(8), 1 << 30) < 1.0
     assert torch.equal(torch.get_rng_state(), state)
     assert layouts
     assert all(it == last for it in layouts)
+    # Images need no gradient, and what comes out of another module does.
+    assert {(3, (False, True, True)), (8, (True, True, True))} == {
+        (channels, tuple(mask)) for channels, mask in masks
+    }
+    # Each kind on a thread of its own: what cuDNN chose in it is gone.
+    assert threading.get_ident() not in threads
     assert all(it.grad is None for it in net.parameters())
     after = net.state_dict()
     assert all(torch.equal(after[name], it) for name, it in before.items())
-    # Input, weight and bias twice, and the result once, beside what is free.
-    images, maps, first, second = 4 * 3 * 1024, 4 * 8 * 1024, 8 * 27 + 8, 8 * 72 + 8
-    own = [4 * (2 * (images + first) + maps), 4 * (2 * (maps + second) + maps)]
-    slices = running._slices(cut(8), 1 << 30)
-    assert asked == [n + it.free_bytes for n, it in zip(own, slices, strict=True)]
+    # What comes out, then gradients of what went in and of weights, beside what is free.
+    images, maps = 4 * 4 * 3 * 1024, 4 * 4 * 8 * 1024
+    own = [(images + maps, images + 4 * 8 * 27), (2 * maps, maps + 4 * 8 * 72)]
+    slices = list(running._slices(cut(8), 1 << 30))
+    wanted = [n + it.free_bytes for both, it in zip(own, slices, strict=True) for n in both]
+    assert asked == wanted
+
+
+@pytest.mark.parametrize(
+    ("made", "args"),
+    [
+        (nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), (8, 8)),
+        (nn.Conv2d(3, 4, 3, padding="same", bias=False), (8, 8)),
+        (nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1), (8, 8)),
+        (nn.Conv1d(3, 6, 5, groups=3, dilation=2), (32,)),
+        (nn.Conv3d(3, 4, 3), (4, 8, 8)),
+    ],
+    ids=lambda it: type(it).__name__ if isinstance(it, nn.Module) else "",
+)
+def test_a_convolution_is_called_as_its_module_does(made: nn.Module, args: tuple[int, ...]) -> None:
+    x = torch.rand(2, 3, *args)
+    images, *rest = race._called(made, x)
+    assert torch.equal(race._FORWARD(images, *rest), made(x))
+    slice_ = race._Slice(1, made, (2, 3, *args), x.dtype, True, 0, 0)
+    assert 0.0 < raced(model())._timed(slice_) < 1.0
 
 
 def test_a_frozen_convolution_of_data_has_no_backward() -> None:
