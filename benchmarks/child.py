@@ -34,9 +34,9 @@ from benchmarks.peers import PEERS
 from benchmarks.provenance import provenance
 from benchmarks.records import RESULTS
 from benchmarks.smallest import smallest_cap
+from benchmarks.trials import STEADY, trial
 from benchmarks.workloads import WORKLOADS, Setting, Workload
 
-_STEADY = 4  # iterations in which a cap must hold without a retry
 _CAP_STEP = 1.02  # by which a cap grows that held in its trial and not in the measurement
 _OWN_STEP = 1.01
 _ERROR_END = 1500
@@ -225,7 +225,7 @@ class _Bench:
         if name not in self._known.plain_peaks:
             with opened(self._make(), "plain") as opener, opener(None) as it:
                 it.warm_up()
-                peak = int(settled_peak(it, _STEADY)["peak_allocated_bytes"])
+                peak = int(settled_peak(it, STEADY)["peak_allocated_bytes"])
             self._known.plain_peaks[name] = peak
             del it, opener
             tidy(None)
@@ -238,14 +238,14 @@ class _Bench:
         else:
             with opener(None) as it:
                 it.warm_up()
-                free = settled_peak(it, _STEADY)
+                free = settled_peak(it, STEADY)
             peak = int(free["peak_allocated_bytes"])
             high = int(free.get("peak_reserved_bytes", peak))
             guesses = [int(peak * 1.02), int(peak * 0.98)]
         tidy(work)
         held = [tensor.untyped_storage() for tensor in work.persistent_tensors()]
         low = sum({storage._cdata: storage.nbytes() for storage in held}.values())
-        found = smallest_cap(lambda cap: _trial(work, opener, cap), low, high, guesses)
+        found = smallest_cap(lambda cap: trial(work, opener, cap), low, high, guesses)
         trials = [[trial.cap_bytes, trial.failed] for trial in found.trials]
         if not found.high:
             raise torch.OutOfMemoryError(f"no cap passed: {trials}")
@@ -274,26 +274,6 @@ class _Bench:
             caps.append(cap)
         tidy(work)
         return record | ({} if cap is None else {"budget_bytes": cap, "caps": caps})
-
-
-def _trial(work: Workload, opener: Opener, cap: int) -> str | None:
-    """Why the method does not pass ``cap``, or None."""
-    try:
-        with opener(cap) as it:
-            it.warm_up()
-            record = settled_peak(it, _STEADY)
-    except Exception as error:
-        if not too_little(error):
-            raise
-        tidy(work, error)
-        if isinstance(error, belady.InfeasibleBudgetError):
-            return f"infeasible below {error.smallest_bytes}"
-        return "out of memory" if starved(error) else "a replay came out otherwise"
-    tidy(work)
-    if kept(record, cap):
-        return None
-    retries = record.get("allocation_retries")
-    return f"{retries} retries" if retries else f"a peak of {record['peak_allocated_bytes']}"
 
 
 if __name__ == "__main__":

@@ -6,8 +6,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 TOLERANCE = 0.02
+# How much more than would do a method may state (`belady.sections.choice`: all but a tenth).
+_STATED = 1.1
 # How often a cap that should have passed is enlarged by half before giving up.
 _GROWTHS = 4
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a cap failed, and the smallest cap that the method says it would do with; 0: unsaid."""
+
+    why: str
+    least_bytes: int = 0
+
+
+Attempt = Callable[[int], Failure | None]
 
 
 @dataclass(frozen=True)
@@ -28,29 +41,31 @@ class Search:
         The largest cap known to fail and the smallest known to pass (0: none yet).
     """
 
-    attempt: Callable[[int], str | None]
+    attempt: Attempt
     low: int
     high: int = 0
     trials: list[Trial] = field(default_factory=list)
 
     def passes(self, cap: int) -> bool:
-        """Try a cap, unless the answer is known already."""
+        """Try a cap, unless the answer is known already; then what a method says would do."""
         if cap <= self.low:
             return False
         if self.high and cap >= self.high:
             return True
         failed = self.attempt(cap)
-        self.trials.append(Trial(cap, failed))
+        self.trials.append(Trial(cap, failed and failed.why))
         if failed is None:
             self.high = cap
-        else:
-            self.low = cap
-        return failed is None
+            return True
+        least = failed.least_bytes
+        self.low = max(cap, int(least / _STATED))
+        # What a failure states is no news twice.
+        if least > cap and least not in [trial.cap_bytes for trial in self.trials]:
+            self.passes(least)
+        return False
 
 
-def smallest_cap(
-    attempt: Callable[[int], str | None], low: int, high: int, guesses: Iterable[int] = ()
-) -> Search:
+def smallest_cap(attempt: Attempt, low: int, high: int, guesses: Iterable[int] = ()) -> Search:
     """Bisect to within `TOLERANCE`.
 
     Parameters
