@@ -83,6 +83,10 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-process", action="store_true", help="of neighbours of one workload"
     )
+    parser.add_argument(
+        "--known", action="extend", nargs="+", type=options.existing, default=[], metavar="FILE",
+        help="records of other runs: what they hold of this device and torch is not measured again",
+    )  # fmt: skip
     parser.add_argument("--limit-s", type=float, default=540.0, help="of everything")
     parser.add_argument("--case-limit-s", type=float, default=300.0, help="then it is a crash")
 
@@ -178,11 +182,13 @@ def execute(cases: Sequence[Case], arguments: argparse.Namespace, limit_s: float
         print("there is no CUDA device here: --toy runs small networks on a CPU")
         return 2
     machines = {device: here(device) for device in sorted({case.device for case in cases})}
-    todo = _left(cases, out, machines)
+    # They can be long, and do not change.
+    others = [record for path in arguments.known for record in records.read(path)]
+    todo = _left(cases, [*others, *records.read(out)], machines)
     for group in grouped(todo):
         remaining = group
         while remaining:
-            known = _of(machines, records.read(out))
+            known = _of(machines, [*others, *records.read(out)])
             remaining, caps = _capped(remaining, records.caps(known))
             if not remaining:
                 break
@@ -200,21 +206,22 @@ def execute(cases: Sequence[Case], arguments: argparse.Namespace, limit_s: float
     return 0
 
 
-def _left(cases: Sequence[Case], out: Path, machines: Mapping[str, Record]) -> list[Case]:
-    """The cases that the file does not hold of this machine, after those that find their caps.
+def _left(
+    cases: Sequence[Case], held: Sequence[Record], machines: Mapping[str, Record]
+) -> list[Case]:
+    """The cases that no record is about on this machine, after those that find their caps.
 
     What crashed is not tried again unless its line is deleted.
     """
-    held = records.read(out)
     known = _of(machines, held)
     cases = after_caps(cases, records.caps(known))
     done = {records.key_of(record) for record in known}
     todo = [case for case in cases if case.key not in done]
     if len(todo) < len(cases):
-        print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {out}")
+        print(f"{len(cases) - len(todo)} of {len(cases)} cases are on record")
     again = {case.key for case in todo} & {records.key_of(record) for record in held}
     if again:
-        print(f"{len(again)} of {len(cases)} are in {out}, but not of this device and torch")
+        print(f"{len(again)} of {len(cases)} are on record, but not of this device and torch")
     return todo
 
 

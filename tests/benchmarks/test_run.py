@@ -121,7 +121,7 @@ def test_all_of_it_at_toy_size(
     assert status_of(["plot", str(out), "-o", str(tmp_path / "out.svg")], monkeypatch) == 0
     assert status_of([*map(str, arguments)], monkeypatch) == 0
     again = capsys.readouterr().out
-    assert "are in" in again
+    assert "are on record" in again
     assert "left out, as trl passed no cap: vgg19" in again
     assert records.read(out) == found
 
@@ -159,7 +159,7 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
     monkeypatch.setattr(run, "measure", measured)
     monkeypatch.setattr(run, "here", lambda _device: about)
     case = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
-    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", case_limit_s=9.0)
+    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", known=[], case_limit_s=9.0)
     for _ in range(2):
         run.execute([case], arguments, 60)
     first, second = records.read(arguments.out)
@@ -189,23 +189,53 @@ def test_what_another_machine_measured_is_measured_here_too(
         Case("vgg19", "checkpoint", "smallest", device="cpu"),
         Case("vgg19", "plain", device="cpu"),
     ]
-    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", case_limit_s=9.0)
+    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", known=[], case_limit_s=9.0)
     others = [here | {"torch": "1"}, here | {"device_name": "another"}, {}]
     cap = {"outcome": "ok", "budget_bytes": 5, "plain_digest": "of elsewhere"}
     records.write(arguments.out, [case.as_json() | it | cap for it in others for case in cases])
     run.execute(cases, arguments, 60)
-    assert "2 of 2 are in" in capsys.readouterr().out
+    assert "2 of 2 are on record" in capsys.readouterr().out
     assert asked == ["checkpoint", "plain"]
     assert all(here.items() <= it.items() for it in records.read(arguments.out)[-2:])
     run.execute(cases, arguments, 60)
     assert asked == ["checkpoint", "plain"]
 
 
+def test_what_other_files_hold_of_this_machine_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    here = {"device_name": "a device", "torch": "2"}
+
+    def measured(cases: list[Case], known: Any, _seconds: float, keep: Any) -> tuple[Any, None]:
+        told.append((cases[0], dict(known["caps"]), dict(known["references"])))
+        keep(cases[0].as_json() | here | {"outcome": "ok"})
+        return cases[1:], None
+
+    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "here", lambda _device: here)
+    cap = Case("vgg19", "checkpoint", "smallest", device="cpu")
+    plain = Case("vgg19", "plain", device="cpu")
+    ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
+    known = [tmp_path / "one.jsonl", tmp_path / "other.jsonl"]
+    records.write(known[0], [cap.as_json() | here | {"outcome": "ok", "budget_bytes": 7}])
+    digest = here | {"outcome": "ok", "plain_digest": "bits"}
+    elsewhere = cap.as_json() | here | {"torch": "1", "outcome": "ok", "budget_bytes": 5}
+    records.write(known[1], [plain.as_json() | digest, elsewhere])
+    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", known=known, case_limit_s=9.0)
+    run.execute([cap, plain, ours], arguments, 60)
+    ((case, caps, references),) = told
+    assert case == ours
+    assert caps == {ours.cap_of("checkpoint"): 7}
+    assert references[ours.reference]["plain_digest"] == "bits"
+    assert [from_json(it) for it in records.read(arguments.out)] == [ours]
+
+
 def test_without_a_device_nothing_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", case_limit_s=9.0)
+    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", known=[], case_limit_s=9.0)
     assert run.execute([Case("vgg19", "plain")], arguments, 60) == 2
     assert "--toy" in capsys.readouterr().out
     assert not arguments.out.exists()
