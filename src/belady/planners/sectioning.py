@@ -112,8 +112,12 @@ class Sectioning:
         return trace, held_by_floor(trace, self._hardware, self._budget)
 
     def fits(self, sections: Sections, nbytes: int) -> bool:
-        """Whether the floor fits in ``nbytes`` under sections that may be."""
-        return self._needed(sections)[0] <= nbytes and all(map(self._is_allowed, sections))
+        """Whether the floor fits in ``nbytes`` under sections."""
+        return self._needed(sections)[0] <= nbytes
+
+    def allows(self, sections: Sections) -> bool:
+        """Whether all of them may be."""
+        return all(map(self._is_allowed, sections))
 
     def within(self, nbytes: int) -> Sections | None:
         """The least work in slices with which the floor fits in ``nbytes``; None if none do.
@@ -143,7 +147,7 @@ class Sectioning:
             others = [it for it in self._places.alike(section) if all(may_replace(it, chosen))]
             enough = partial(self._is_enough, chosen, others, nbytes)
             found = bisect_left(range(len(others)), True, key=enough)
-            if all(map(self._is_allowed, others[:found])):
+            if self.allows(tuple(others[:found])):
                 chosen = with_sections(chosen, others[:found])
         return chosen
 
@@ -182,7 +186,7 @@ class Sectioning:
                 continue
             if self._needed(sections)[0] > nbytes:
                 failed.append(slices)
-            elif all(map(self._is_allowed, sections)):
+            elif self.allows(sections):
                 return sections
             if len(failed) * max(_MANY, len(sections)) >= _MANY * _EASIER:
                 break

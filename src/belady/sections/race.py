@@ -7,11 +7,12 @@ foretells either: ``python -m benchmarks kernels --question slices`` shows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import inf, prod
 from statistics import median
 from time import perf_counter
@@ -23,14 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.forwards import run_plain
 from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Section
 from belady.ir.trace import Phase
 from belady.measure.clock import clock_for
 from belady.memory.allowance import allowance
-from belady.planners.places import Sections, easier, with_sections
+from belady.planners.places import Chain, Sections, easier, with_sections
 from belady.planners.sectioning import Sectioning
 from belady.planners.slicework import inside
 from belady.planners.workspace import convolves
-from belady.sections.candidate import Candidate
+from belady.sections.candidate import Candidate, chains
 from belady.sections.workspaces import is_channels_last
 
 _FORWARD = torch.ops.aten.convolution.default
@@ -108,6 +110,7 @@ class Race:
     ) -> None:
         self._call, self.search, self._device = call, search, device
         self._modules = dict(call.module.named_modules())
+        self._chains = chains(call.module)
         self._hardware, self._known, self._limit = hardware, known, limit
         last = is_channels_last(call.module, call.call)
         self._format = torch.channels_last if last else torch.contiguous_format
@@ -128,22 +131,27 @@ class Race:
         limits
             Budgets beside that: what is near a choice fits in the smallest in which that does.
         """
+        tried: Iterable[Sections] = choices
         if self.search.fits((), max(limits, default=0)):
-            choices = [*choices, ()]
+            tried = [*choices, ()]
         best, least, until = choices[0], inf, inf
-        while choices:
+        while True:
             before = least
-            for sections in choices:
-                seconds = self._seconds(sections, room) if perf_counter() < until else inf
+            for sections in tried:
+                if perf_counter() >= until:
+                    break
+                seconds = self._seconds(sections, room)
                 # Without the first there is nothing to compare with, however long it takes.
                 until = min(until, perf_counter() + _SECONDS)
-                if seconds < least:
+                # The real modules run for an answer: asked last.
+                if seconds < least and self.search.allows(sections):
                     best, least = sections, seconds
             if not least < _LESS * before:
-                break
+                return best
             limit = min(filter(partial(self.search.fits, best), limits), default=0)
-            choices = [it for it in dict.fromkeys(_near(best)) if self.search.fits(it, limit)]
-        return best
+            # One by one: of a trace of many ops it takes a second to know whether sections fit.
+            near = dict.fromkeys(_near(best, self._chains))
+            tried = filter(partial(self.search.fits, nbytes=limit), near)
 
     def _seconds(self, sections: Sections, room: int) -> float:
         """What convolutions take under ``sections``, and all ops for their bytes."""
@@ -254,8 +262,17 @@ def _called(module: nn.Module, images: Tensor) -> tuple[Any, ...]:
     return calls.seen[0]
 
 
-def _near(sections: Sections) -> Iterator[Sections]:
-    """Sections with more slices of one of them, or with fewer, or in two parts."""
+def _near(sections: Sections, chains: Sequence[Chain]) -> Iterator[Sections]:
+    """Sections with more slices of one of them, or fewer; in two parts, or with what is beside."""
     for section in sections:
         yield with_sections(sections, [replace(section, slices=2 * section.slices)])
     yield from easier(sections)
+    held_by = {name: it for it in sections for name in it.modules}
+    for left, right in (pair for chain in chains for pair in pairwise(chain)):
+        one, other = held_by.get(left), held_by.get(right)
+        both = [it for it in (one, other) if it is not None]
+        if one == other or len({it.along for it in both}) > 1:
+            continue
+        modules = (*(one.modules if one else (left,)), *(other.modules if other else (right,)))
+        for slices in dict.fromkeys(it.slices for it in both):
+            yield with_sections(sections, [Section(modules, slices, both[0].along)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -54,9 +54,13 @@ class Trials:
         return samples * self._seconds.get(samples, 1.0)
 
 
-def raced(net: nn.Module, known: dict[Hashable, float] | None = None) -> Race:
+def raced(
+    net: nn.Module,
+    known: dict[Hashable, float] | None = None,
+    may: Callable[[Section], bool] = lambda _: True,
+) -> Race:
     call = called(net)
-    search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), may)
     return Race(call, search, CPU, gpu(), {} if known is None else known)
 
 
@@ -82,6 +86,63 @@ def test_what_is_near_has_to_fit_where_the_choice_does(monkeypatch: pytest.Monke
     # Fewer slices need more.
     assert running.fastest([cut(4)], PLENTY, [needed, PLENTY]) == cut(4)
     assert running.fastest([cut(4)], PLENTY, [needed - 1, PLENTY]) == cut(2)
+
+
+def test_what_may_not_be_is_not_taken_and_only_what_is_faster_is_asked_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Trials({2: 0.1, 4: 0.5, 8: 0.4}, monkeypatch)
+    asked: list[Section] = []
+
+    def may(section: Section) -> bool:
+        asked.append(section)
+        return section.modules == ("0", "1", "2", "3")
+
+    fast, slow = cut(16, ("0", "1")), cut(2, ("1", "2"))
+    running = raced(model(), may=may)
+    assert running.fastest([cut(4), fast, slow], PLENTY, []) == cut(4)
+    assert [it.modules for it in asked] == [cut(4)[0].modules, fast[0].modules]
+
+
+def test_what_is_near_is_one_change_away() -> None:
+    chains_ = [("0", "1", "2", "3"), ("0.0", "0.1")]
+    first, last = Section(("0", "1"), 4), Section(("2",), 8)
+    near = list(race._near((first, last), chains_))
+    assert (Section(("0", "1"), 8), last) in near
+    assert (first, Section(("2",), 16)) in near
+    assert (Section(("0", "1"), 2), last) in near
+    assert (Section(("0",), 4), Section(("1",), 2), last) in near
+    assert (first,) in near
+    # As one, in slices as many as either has; and with the module behind.
+    assert (Section(("0", "1", "2"), 4),) in near
+    assert (Section(("0", "1", "2"), 8),) in near
+    assert (first, Section(("2", "3"), 8)) in near
+    assert all(it.slices > 1 for sections in near for it in sections)
+    names = [[name for it in sections for name in it.modules] for sections in near]
+    assert all(len(set(it)) == len(it) for it in names)
+
+
+def test_slices_of_samples_and_of_tokens_stay_apart() -> None:
+    sections = Section(("0",), 4), Section(("1",), 4, 1)
+    near = list(race._near(sections, [("0", "1", "2")]))
+    assert not any({"0", "1"} <= set(it.modules) for found in near for it in found)
+    assert (sections[0], Section(("1", "2"), 4, 1)) in near
+
+
+def test_what_fits_is_asked_no_longer_than_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    Trials({4: 0.5, 8: 0.2}, monkeypatch)
+    running, asked = raced(model()), []
+    fits = Sectioning.fits
+
+    def noted(self: Sectioning, sections: Sections, nbytes: int) -> bool:
+        asked.append(sections)
+        return fits(self, sections, nbytes)
+
+    monkeypatch.setattr(Sectioning, "fits", noted)
+    monkeypatch.setattr(race, "_SECONDS", -1.0)
+    running.fastest([cut(8)], PLENTY, [PLENTY])
+    # Whole, the choice itself, and the first that is near it.
+    assert len(asked) == 3
 
 
 def test_only_the_first_is_tried_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
