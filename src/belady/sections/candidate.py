@@ -56,7 +56,6 @@ class Candidate:
         self._alongs = alongs
         self.trace = seen.trace
         self.call = call
-        self._seen_whole = seen
         self._seen: dict[int, _Seen | None] = {0: seen}
         self._device = device
         self.refused: dict[str, str] = {}
@@ -97,10 +96,16 @@ class Candidate:
             )
         return None
 
-    def given(self, module: nn.Module) -> Input | None:
-        """What a module of the root was called with first, as a whole; None where not with that."""
-        first, *_ = self._seen_whole.inputs.get(module) or [""]
-        return None if isinstance(first, str) else first
+    def given(self, module: nn.Module, call: int = 0) -> Input | None:
+        """What a module of the root is called with, in its first call or a later one.
+
+        None where not with one tensor of samples and what all share.
+        """
+        seen = self._seen[0]
+        # As traced, and as many with one sample more.
+        calls = [] if seen is None else seen.inputs.get(module, [])
+        found = calls[call] if call < len(calls) // 2 else ""
+        return None if isinstance(found, str) else found
 
     def may_cut(self, section: Section) -> bool:
         """Whether the modules of a section may run in slices, as a trial of them shows."""

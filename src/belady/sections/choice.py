@@ -39,6 +39,14 @@ class Chosen(NamedTuple):
     state_bytes: int
 
 
+class _Limit(NamedTuple):
+    """A budget for slices: in which part of all of it, beside how much of an optimizer's state."""
+
+    nbytes: int
+    state: int
+    room: float
+
+
 class Room:
     """What iterations that were observed say of the room that sections are to leave.
 
@@ -128,24 +136,23 @@ class Beside:
         Parameters
         ----------
         race
-            Where it is there, it picks from those that all searches find beside as much, or none
-            where there is room for the call as it is.
+            Where there is one, it picks from all that are found beside as much, with as much room
+            left, or takes what is near them.
         """
-        limits = dict(self._limits(trace, self._states(trace, copies)))
-        found: dict[Sections, int] = {}
-        for search, (limit, state) in product(searches, limits.items()):
-            if found and (race is None or state not in found.values()):
-                continue
-            sections = search.within(limit)
-            if sections:
-                found.setdefault(sections, state)
-        if not found:
+        states = self._states(trace, copies)
+        limits = list({it.nbytes: it for it in self._limits(trace, states)}.values())
+        tried = ((search.within(at.nbytes), at) for search, at in product(searches, limits))
+        first, found = next(((it, at) for it, at in tried if it), (None, None))
+        if first is None or found is None:
             return None
-        best, state = next(iter(found.items()))
-        if race is not None:
-            room = self._rest(self.hardware.allocator, self.allowed, state)
-            best = race.fastest(list(found), room, [it for it in limits if limits[it] == state])
-        return Chosen(best, state)
+        if race is None:
+            return Chosen(first, found.state)
+        # Less room than the first was found in may have been seen to be too little.
+        alike = [it.nbytes for it in limits if it[1:] == found[1:]]
+        others = (search.within(it) for search, it in product(searches, alike))
+        choices = dict.fromkeys([first, *(it for it in others if it)])
+        room = self._rest(self.hardware.allocator, self.allowed, found.state)
+        return Chosen(race.fastest(list(choices), room, alike), found.state)
 
     def least_bytes(self, search: Sectioning, trace: Trace, whole: int) -> int | None:
         """A budget below ``whole`` in which slices do beside two copies of what is trained.
@@ -175,7 +182,7 @@ class Beside:
             return [self.held_bytes]
         return [max(it * trained_bytes(trace), self.held_bytes) for it in copies]
 
-    def _limits(self, trace: Trace, states: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _limits(self, trace: Trace, states: Sequence[int]) -> Iterator[_Limit]:
         """Budgets of what is in slices, without margins on the state beside: it always is there."""
         plain = self.hardware.allocator
         settled = with_settled(trace, self.hardware, self.policy.name).allocator
@@ -184,7 +191,7 @@ class Beside:
         for margins in (plain, settled):
             for state in states:
                 for room in rooms:
-                    yield plain.budget_for(self._rest(margins, room, state)), state
+                    yield _Limit(plain.budget_for(self._rest(margins, room, state)), state, room)
 
     def _rest(self, margins: Allocator, room: float, state: int) -> int:
         if margins.settled_bytes:

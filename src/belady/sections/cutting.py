@@ -149,7 +149,7 @@ class Cutting:
         """
         if (found := self._candidate(module, call)) is None:
             return False
-        race = self._searching.race(found)
+        race = self._searching.race(found, whole=False)
         searches = self._searching.in_turn(found) if race is None else [race.search]
         if self._cut(key, found, searches, COPIES, race):
             return True
@@ -161,11 +161,11 @@ class Cutting:
     def cut_for_workspaces(
         self, key: Key, module: nn.Module, call: Call, copies: Sequence[int] = COPIES
     ) -> bool:
-        """As `cut`, of a call that fits but for workspaces: without room for them none will do."""
+        """As `cut`, of a call that fits but for workspaces; False also where it is faster whole."""
         if (found := self._candidate(module, call)) is None:
             return False
         search = self._searching.beside(found, self._searching.share(module, call))
-        return self._cut(key, found, [search], copies, self._searching.race(found))
+        return self._cut(key, found, [search], copies, self._searching.race(found, whole=True))
 
     def _candidate(self, module: nn.Module, call: Call) -> Candidate | None:
         return Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
@@ -182,10 +182,8 @@ class Cutting:
         """
         if trace is None or not self.may_cut:
             return False
-        asking, budget = (
-            with_workspaces(trace, self._searching.share(module, call)),
-            self._policy.budget,
-        )
+        asking = with_workspaces(trace, self._searching.share(module, call))
+        budget = self._policy.budget
         # Nothing is lost between blocks of what is there already.
         allocator = replace(self._hardware.allocator, settled_bytes=state_bytes(trace))
         hardware = replace(self._hardware, allocator=allocator)
@@ -266,11 +264,11 @@ class Cutting:
         begun = perf_counter()
         chosen = self._beside.chosen(searches, call.trace, copies, race)
         took = format_seconds(perf_counter() - begun)
-        found = chosen is not None and chosen.sections
-        _log.info("%s in %s", "found slices" if found else "found none", took)
         if chosen is None or not chosen.sections:
-            self.refused = tuple(dict.fromkeys(call.refused.values()))
+            _log.info("found none in %s" if chosen is None else "faster whole, seen in %s", took)
+            self.refused = tuple(dict.fromkeys(call.refused.values())) if chosen is None else ()
             return False
+        _log.info("found slices in %s", took)
         module, sections = call.module, chosen.sections
         decided = Decided(sections, flags_of(module, sections), chosen.state_bytes)
         self._known.setdefault(module, {})[key] = decided

@@ -14,7 +14,8 @@ from belady.planners.sectioning import Sectioning
 from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import Candidate, chains
 from belady.sections.race import Race
-from belady.sections.workspaces import WITH_TENSOR_CORES, workspace_share
+from belady.sections.timing import Timing
+from belady.sections.workspaces import WITH_TENSOR_CORES, is_channels_last, workspace_share
 
 
 class Searching:
@@ -29,7 +30,7 @@ class Searching:
     def __init__(self, hardware: HardwareProfile, budget: Budget, device: torch.device) -> None:
         self.device = device
         self._hardware, self._budget = hardware, budget
-        self._raced: dict[Hashable, float] = {}
+        self._timed: dict[Hashable, float] = {}
 
     def beside(self, call: Candidate, share: float) -> Sectioning:
         """With room for workspaces of so much of input, weight and output of each convolution."""
@@ -48,15 +49,23 @@ class Searching:
         share = workspace_share(call.module, call.call, self.device)
         return [self.beside(call, it) for it in dict.fromkeys((share, 0.0))]
 
-    def race(self, call: Candidate) -> Race | None:
+    def race(self, call: Candidate, *, whole: bool) -> Race | None:
         """Who picks the fastest sections, where that is for the device to say.
 
         With tensor cores an algorithm without its workspace is out of the question. Without them
-        the size of a slice can matter more than a workspace.
+        the size of a slice can matter more than a workspace. A process that wants the same bits
+        each time is not to have them depend on a clock.
+
+        Parameters
+        ----------
+        whole
+            Whether the call may also run as it is.
         """
         share = workspace_share(call.module, call.call, self.device)
-        if share <= max(WITH_TENSOR_CORES):
+        repeats = torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
+        if share <= max(WITH_TENSOR_CORES) or repeats:
             return None
-        search = self.beside(call, 0.0)
-        race = Race(call, search, self.device, self._hardware, self._raced)
+        last = is_channels_last(call.module, call.call)
+        timing = Timing(self.device, last, self._timed)
+        race = Race(call, self.beside(call, 0.0), timing, self._hardware, whole)
         return race if race.knows_all else None

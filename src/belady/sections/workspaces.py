@@ -31,7 +31,9 @@ def is_channels_last(module: nn.Module, call: tuple[Any, Any]) -> bool:
     """Whether cuDNN takes the images of a call with channels last."""
     # One operand is enough for it to take both so.
     given = [it for it in tree_leaves(call) if isinstance(it, torch.Tensor)]
-    weights = [it.weight for it in module.modules() if isinstance(it, _ConvNd)]
+    # A parametrized weight is made where it is looked up as an attribute, which has effects.
+    held = (it._parameters.get("weight") for it in module.modules() if isinstance(it, _ConvNd))
+    weights = [it for it in held if it is not None]
     return any(map(_is_channels_last, (*given, *weights)))
 
 

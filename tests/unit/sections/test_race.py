@@ -12,20 +12,32 @@ import torch
 from torch import nn
 
 import belady
+from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Section
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning
-from belady.sections import race, searching
+from belady.sections import race, searching, timing
 from belady.sections.candidate import Candidate, chains
 from belady.sections.cutting import Cutting
 from belady.sections.race import Race
+from belady.sections.searching import Searching
+from belady.sections.timing import Convolution, Limit, Timing
+from belady.sections.workspaces import is_channels_last
 from tests.unit.planners.nets import gpu
 
 CPU = torch.device("cpu")
 KEY = (0,)
 SAMPLES = 32
 PLENTY = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def _any_algorithm() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def model() -> nn.Sequential:
@@ -46,11 +58,11 @@ class Trials:
     def __init__(self, seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[int, int]] = []
         self._seconds = seconds
-        monkeypatch.setattr(Race, "_timed", lambda _, slice_: self(slice_))
+        monkeypatch.setattr(Timing, "_tried", lambda _, it: self(it))
 
-    def __call__(self, slice_: race._Slice) -> float:
-        samples = slice_.shape[0]
-        self.asked.append((samples, slice_.free_bytes))
+    def __call__(self, it: Convolution) -> float:
+        samples = it.shape[0]
+        self.asked.append((samples, it.free_bytes))
         return samples * self._seconds.get(samples, 1.0)
 
 
@@ -58,10 +70,15 @@ def raced(
     net: nn.Module,
     known: dict[Hashable, float] | None = None,
     may: Callable[[Section], bool] = lambda _: True,
+    *,
+    limit: Limit = timing.allowance,
+    last: bool = False,
+    whole: bool = False,
 ) -> Race:
     call = called(net)
     search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), may)
-    return Race(call, search, CPU, gpu(), {} if known is None else known)
+    clock = Timing(CPU, last, {} if known is None else known, limit)
+    return Race(call, search, clock, gpu(), whole)
 
 
 def cut(slices: int, modules: Sequence[str] = ("0", "1", "2", "3")) -> Sections:
@@ -69,7 +86,7 @@ def cut(slices: int, modules: Sequence[str] = ("0", "1", "2", "3")) -> Sections:
 
 
 def test_the_fastest_choice_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    Trials({4: 0.5, 8: 0.2, 16: 0.9}, monkeypatch)
+    Trials({4: 0.5, 8: 0.3, 16: 0.9}, monkeypatch)
     choices = [cut(8), cut(4), cut(2)]
     assert raced(model()).fastest(choices, PLENTY, []) == cut(4)
 
@@ -141,8 +158,8 @@ def test_what_fits_is_asked_no_longer_than_there_is_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(Sectioning, "fits", noted)
     monkeypatch.setattr(race, "_SECONDS", -1.0)
     running.fastest([cut(8)], PLENTY, [PLENTY])
-    # Whole, the choice itself, and the first that is near it.
-    assert len(asked) == 3
+    # The choice itself, and the first that is near it.
+    assert len(asked) == 2
 
 
 def test_only_the_first_is_tried_once_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +195,12 @@ def test_a_trial_finds_as_much_room_as_the_floor_leaves(monkeypatch: pytest.Monk
 
 
 def test_what_cannot_be_tried_is_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scarce(_: Race, slice_: race._Slice) -> float:
-        if slice_.shape[0] == 8:
+    def scarce(_: Timing, it: Convolution) -> float:
+        if it.shape[0] == 8:
             raise torch.OutOfMemoryError("no room")
         return 1.0
 
-    monkeypatch.setattr(Race, "_timed", scarce)
+    monkeypatch.setattr(Timing, "_tried", scarce)
     assert raced(model()).fastest([cut(4), cut(8)], PLENTY, []) == cut(8)
 
 
@@ -201,7 +218,7 @@ def test_a_trial_runs_the_real_convolution_and_leaves_nothing(
     layouts: list[bool] = []
     threads: set[int] = set()
     masks: list[tuple[int, list[bool]]] = []
-    forward, backward = race._FORWARD, race._BACKWARD
+    forward, backward = timing._FORWARD, timing._BACKWARD
 
     def noted(x: torch.Tensor, *rest: Any) -> object:
         layouts.append(x.is_contiguous(memory_format=torch.channels_last))
@@ -217,11 +234,9 @@ def test_a_trial_runs_the_real_convolution_and_leaves_nothing(
 
     net = model().to(memory_format=torch.channels_last if last else torch.contiguous_format)
     before = {name: it.clone() for name, it in net.state_dict().items()}
-    call = called(net)
-    search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
-    running = Race(call, search, CPU, gpu(), {}, limit)
-    monkeypatch.setattr(race, "_BACKWARD", also_noted)
-    monkeypatch.setattr(race, "_FORWARD", noted)
+    running = raced(net, limit=limit, last=last)
+    monkeypatch.setattr(timing, "_BACKWARD", also_noted)
+    monkeypatch.setattr(timing, "_FORWARD", noted)
     state = torch.get_rng_state()
     assert 0.0 < running._seconds(cut(8), 1 << 30) < 1.0
     assert torch.equal(torch.get_rng_state(), state)
@@ -240,7 +255,7 @@ def test_a_trial_runs_the_real_convolution_and_leaves_nothing(
     images, maps = 4 * 4 * 3 * 1024, 4 * 4 * 8 * 1024
     own = [(images + maps, images + 4 * 8 * 27), (2 * maps, maps + 4 * 8 * 72)]
     slices = list(running._slices(cut(8), 1 << 30))
-    wanted = [n + it.free_bytes for both, it in zip(own, slices, strict=True) for n in both]
+    wanted = [n + it.free_bytes for both, (_, it) in zip(own, slices, strict=True) for n in both]
     assert asked == wanted
 
 
@@ -257,16 +272,143 @@ def test_a_trial_runs_the_real_convolution_and_leaves_nothing(
 )
 def test_a_convolution_is_called_as_its_module_does(made: nn.Module, args: tuple[int, ...]) -> None:
     x = torch.rand(2, 3, *args)
-    images, *rest = race._called(made, x)
-    assert torch.equal(race._FORWARD(images, *rest), made(x))
-    slice_ = race._Slice(1, made, (2, 3, *args), x.dtype, True, 0, 0)
-    assert 0.0 < raced(model())._timed(slice_) < 1.0
+    images, *rest = timing._called(made, x)
+    assert torch.equal(timing._FORWARD(images, *rest), made(x))
+    assert timing.can_be_tried(made)
+    assert 0.0 < Timing(CPU, False, {})(Convolution(made, (2, 3, *args), x.dtype, True, 0, 0)) < 1.0
 
 
-def test_a_frozen_convolution_of_data_has_no_backward() -> None:
+@pytest.mark.parametrize(("frozen", "seconds"), [(False, 2.0), (True, 1.0)])
+def test_a_trial_counts_forward_and_what_there_is_of_backward(
+    frozen: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def median(_: Timing, run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(Timing, "_median", median)
+    net = nn.Conv2d(3, 8, 3).requires_grad_(not frozen)
+    tried = Convolution(net, (2, 3, 8, 8), torch.float32, False, 0, 0)
+    assert Timing(CPU, False, {})(tried) == seconds
+
+
+def kinds() -> Iterator[Convolution]:
+    def of(net: nn.Module, samples: int = 2, free: int = 1 << 20) -> Convolution:
+        return Convolution(net, (samples, 4, 8, 8), torch.float32, True, 0, free)
+
+    plain = nn.Conv2d(4, 4, 3)
+    yield of(plain)
+    yield of(plain, samples=3)
+    yield of(plain, free=1 << 22)
+    yield of(plain)._replace(needs_gradient=False)
+    yield of(plain)._replace(dtype=torch.float64)
+    yield of(nn.Conv2d(4, 4, 3, groups=2))
+    yield of(nn.Conv2d(4, 4, 3, padding=1))
+    yield of(nn.Conv2d(4, 4, 3, bias=False))
+    yield of(nn.Conv2d(4, 8, 3))
+    yield of(nn.Conv2d(4, 4, 3).requires_grad_(False))
+    yield of(nn.Conv2d(4, 4, 3).double())
+    yield of(nn.ConvTranspose2d(4, 4, 3))
+
+
+def test_what_takes_another_time_is_another_kind() -> None:
+    found = [it.kind for it in kinds()]
+    assert len(set(found)) == len(found)
+    assert found == [it.kind for it in kinds()]
+
+
+@pytest.mark.parametrize("setting", ["layout", "benchmark"])
+def test_settings_make_another_kind_too(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials, known = Trials({}, monkeypatch), dict[Hashable, float]()
+    (first, *_) = kinds()
+    for on in (False, True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", on and setting == "benchmark")
+        Timing(CPU, on and setting == "layout", known)(first)
+    assert len(trials.asked) == 2
+
+
+def test_slices_of_two_sizes_are_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    Trials({}, monkeypatch)
+    found = [(times, it.shape[0]) for times, it in raced(model())._slices(cut(24), PLENTY)]
+    # 32 samples.
+    assert found == [(8, 2), (16, 1), (8, 2), (16, 1)]
+
+
+def test_what_ops_read_and_make_counts_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    Trials({}, monkeypatch)
+    monkeypatch.setattr(HardwareProfile, "memory_seconds", lambda _, nbytes: nbytes / 1e6)
+    running = raced(model())
+    kernels = 2 * SAMPLES
+    found = running._seconds(cut(8), PLENTY)
+    assert found == pytest.approx(kernels + running.search.work(cut(8)) / 1e6)
+
+
+class Twice(nn.Module):
+    """Calls a convolution on maps of two sizes, and another one on no sample at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.none = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.shared(nn.functional.avg_pool2d(self.shared(x), 4))
+        return made + self.none(x[:0]).sum()
+
+
+def test_each_call_of_a_module_counts_with_its_own_size() -> None:
+    found = [(times, it.shape) for times, it in raced(Twice())._slices((), PLENTY)]
+    assert found == [(1, (SAMPLES, 3, 32, 32)), (1, (SAMPLES, 3, 8, 8))]
+
+
+def test_no_room_is_taken_that_was_seen_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15)
+    Trials({SAMPLES: 0.01, 16: 0.1, 8: 0.2}, monkeypatch)
+    net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
+    search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    whole = search._needed(())[0]
+    budget = int(1.02 * whole)
+    needed = []
+    for over in (0.1, 0.3):
+        parts = Cutting(Policy("auto", Budget(budget)), gpu(), CPU)
+        parts.begin(KEY, net)
+        parts.leave(int(over * budget))
+        # It would fit by its static trace, and whole it would be fastest.
+        assert parts.cut(KEY, net, call)
+        sections = parts._known[net][KEY].sections
+        needed.append(search._needed(sections)[0])
+        parts.close()
+    assert needed[0] < 0.98 / 1.1 * budget
+    assert needed[1] < 0.98 / 1.3 * budget
+
+
+def race_of(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Race | None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15)
+    return Searching(gpu(), Budget(PLENTY), CPU).race(called(net), whole=False)
+
+
+def test_a_weight_that_is_made_anew_is_not_even_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
-    net[0].requires_grad_(False)
-    assert 0.0 < raced(net)._seconds(cut(8), 1 << 30) < 1.0
+    net[1] = nn.utils.parametrizations.spectral_norm(net[1])
+    before = {name: it.clone() for name, it in net.named_buffers()}
+    call = called(net)
+    after_trace = {name: it.clone() for name, it in net.named_buffers()}
+    assert race_of(net, monkeypatch) is None
+    assert not is_channels_last(net, call.call)
+    assert before
+    assert all(torch.equal(it, after_trace[name]) for name, it in net.named_buffers())
+
+
+def test_what_is_to_repeat_is_not_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert race_of(model(), monkeypatch) is not None
+    torch.use_deterministic_algorithms(True)
+    assert race_of(model(), monkeypatch) is None
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    assert race_of(model(), monkeypatch) is None
+
+
+def test_there_is_no_race_without_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert race_of(nn.Sequential(nn.Flatten(), nn.Linear(3072, 4)), monkeypatch) is None
 
 
 @pytest.mark.gpu
@@ -285,7 +427,8 @@ def test_trials_on_a_device_leave_its_memory_and_its_limit(
     before = torch.cuda.memory_allocated(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device)
     room = 4 * max(search.floor(())[1])
-    taken = Race(call, search, device, gpu(), known).fastest([cut(8), cut(2)], room, [room])
+    clock = Timing(device, False, known)
+    taken = Race(call, search, clock, gpu()).fastest([cut(8), cut(2)], room, [room])
     assert taken
     assert known
     assert all(0.0 < seconds < 1.0 for seconds in known.values())
