@@ -99,7 +99,7 @@ class Race:
                 return best
             limit = min(filter(partial(self.search.fits, best), limits), default=0)
             # One by one: of a trace of many ops it takes a second to know whether sections fit.
-            near = dict.fromkeys(_near(best, self._chains))
+            near = dict.fromkeys(it for it in _near(best, self._chains) if it or self._whole)
             tried = filter(partial(self.search.fits, nbytes=limit), near)
 
     def _seconds(self, sections: Sections, room: int) -> float:

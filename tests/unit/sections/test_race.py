@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import belady
@@ -360,25 +361,66 @@ def test_each_call_of_a_module_counts_with_its_own_size() -> None:
     assert found == [(1, (SAMPLES, 3, 32, 32)), (1, (SAMPLES, 3, 8, 8))]
 
 
-def test_no_room_is_taken_that_was_seen_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [0.9, 1.02])
+def test_no_room_is_taken_that_was_seen_to_be_missing(
+    part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15)
-    Trials({SAMPLES: 0.01, 16: 0.1, 8: 0.2}, monkeypatch)
+    # What runs whole is fastest by far.
+    Trials({SAMPLES: 0.01}, monkeypatch)
     net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
     search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
-    whole = search._needed(())[0]
-    budget = int(1.02 * whole)
-    needed = []
-    for over in (0.1, 0.3):
+    budget = int(part * search._needed(())[0])
+    for over in (0.05, 0.2):
         parts = Cutting(Policy("auto", Budget(budget)), gpu(), CPU)
         parts.begin(KEY, net)
         parts.leave(int(over * budget))
-        # It would fit by its static trace, and whole it would be fastest.
         assert parts.cut(KEY, net, call)
         sections = parts._known[net][KEY].sections
-        needed.append(search._needed(sections)[0])
+        assert search._needed(sections)[0] <= 0.98 / (1 + over) * budget
         parts.close()
-    assert needed[0] < 0.98 / 1.1 * budget
-    assert needed[1] < 0.98 / 1.3 * budget
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_only_what_may_runs_whole(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    Trials({SAMPLES: 0.01}, monkeypatch)
+    found = raced(model(), whole=whole).fastest([cut(2)], PLENTY, [PLENTY])
+    assert (not found) == whole
+
+
+def test_who_may_run_whole_is_a_call_that_fits_but_for_workspaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15)
+    Trials({}, monkeypatch)
+    asked: list[bool] = []
+    race_of_call = Searching.race
+
+    def noted(self: Searching, call: Candidate, *, whole: bool) -> Race | None:
+        asked.append(whole)
+        return race_of_call(self, call, whole=whole)
+
+    monkeypatch.setattr(Searching, "race", noted)
+    call = ((torch.rand(SAMPLES, 3, 32, 32),), {})
+    parts = Cutting(Policy("auto", Budget(PLENTY)), gpu(), CPU)
+    parts.cut(KEY, model(), call)
+    parts.cut_for_workspaces(KEY, model(), call)
+    assert asked == [False, True]
+
+
+def test_a_call_that_was_not_made_is_not_known() -> None:
+    net = model()
+    call = called(net)
+    assert call.given(net[1], 0) is not None
+    assert call.given(net[1], 1) is None
+
+
+def test_a_weight_that_a_hook_makes_is_not_tried() -> None:
+    pruned = nn.utils.prune.random_unstructured(nn.Conv2d(3, 4, 3), "weight", amount=1)
+    assert type(pruned) is nn.Conv2d
+    assert not timing.can_be_tried(pruned)
+    assert not timing.can_be_tried(None)
+    assert timing.can_be_tried(nn.Conv2d(3, 4, 3))
 
 
 def race_of(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Race | None:
