@@ -16,7 +16,7 @@ from benchmarks.questions import MIB, Asked, Make, precisely, timed
 # Channels in and out of 3x3 convolutions of VGG-16, and into how many of these the edge goes.
 _LAYERS = ((64, 64, 1), (128, 128, 2), (256, 256, 4), (512, 512, 8))
 SLICES = (1, 4, 8, 16)
-# Beyond input and result, each with a gradient.
+# Beyond what is there already, and what is made.
 ROOMS_MIB = (None, 1024, 256)
 
 
