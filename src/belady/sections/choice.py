@@ -149,7 +149,8 @@ class Beside:
             return Chosen(first, found.state)
         # Less room than the first was found in may have been seen to be too little.
         alike = [it.nbytes for it in limits if it[1:] == found[1:]]
-        others = (search.within(it) for search, it in product(searches, alike))
+        left = product(searches, (it for it in alike if it != found.nbytes))
+        others = (search.within(it) for search, it in left)
         choices = dict.fromkeys([first, *(it for it in others if it)])
         room = self._rest(self.hardware.allocator, self.allowed, found.state)
         return Chosen(race.fastest(list(choices), room, alike), found.state)

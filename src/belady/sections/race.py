@@ -84,11 +84,13 @@ class Race:
         if self._whole and self.search.fits((), max(limits, default=0)):
             tried = [*choices, ()]
         best, least, until = choices[0], inf, inf
+        timed: set[Sections] = set()
         while True:
             before = least
             for sections in tried:
                 if perf_counter() >= until:
                     break
+                timed.add(sections)
                 seconds = self._seconds(sections, room)
                 # Without the first there is nothing to compare with, however long it takes.
                 until = min(until, perf_counter() + _SECONDS)
@@ -100,7 +102,8 @@ class Race:
             limit = min(filter(partial(self.search.fits, best), limits), default=0)
             # One by one: of a trace of many ops it takes a second to know whether sections fit.
             near = dict.fromkeys(it for it in _near(best, self._chains) if it or self._whole)
-            tried = filter(partial(self.search.fits, nbytes=limit), near)
+            left = [it for it in near if it not in timed]
+            tried = filter(partial(self.search.fits, nbytes=limit), left)
 
     def _seconds(self, sections: Sections, room: int) -> float:
         """What convolutions take under ``sections``, and all ops for their bytes."""

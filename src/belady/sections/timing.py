@@ -34,12 +34,13 @@ Limit = Callable[[torch.device, int], AbstractContextManager[None]]
 
 def can_be_tried(module: nn.Module | None) -> bool:
     """Whether a module is a convolution of torch's own, with a weight that nobody makes anew."""
-    # Looked up as an attribute, a parametrized weight would be made.
-    return type(module) in _CONVOLUTIONS and module is not None and weight_of(module) is not None
+    if module is None or type(module) not in _CONVOLUTIONS:
+        return False
+    return weight_of(module) is not None
 
 
 def weight_of(module: nn.Module) -> nn.Parameter | None:
-    """The weight that a module holds as it is."""
+    """The weight that a module holds as it is: as an attribute a parametrized one would be made."""
     return module._parameters.get("weight")
 
 
@@ -131,7 +132,7 @@ class Timing:
                 images, weight, bias, *rest = _called(it.module, self._filled(it))
                 seconds = self._median(lambda: _FORWARD(images, weight, bias, *rest))
                 gradient = _FORWARD(images, weight, bias, *rest)
-            trained = [it is not None and it.requires_grad for it in (weight, bias)]
+            trained = [held is not None and held.requires_grad for held in (weight, bias)]
             mask = [it.needs_gradient, *trained]
             if not any(mask):
                 return seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.utils.prune
 from torch import nn
 
 import belady
-from belady.ir.hardware import HardwareProfile
+from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.plan import Budget, Section
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
@@ -95,6 +96,32 @@ def test_the_fastest_choice_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_near_the_fastest_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     Trials({2: 0.1, 4: 0.5, 8: 0.7, 16: 0.9}, monkeypatch)
     assert raced(model()).fastest([cut(2), cut(4)], PLENTY, [PLENTY]) == cut(16)
+
+
+def test_nothing_is_timed_or_looked_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15)
+    Trials({2: 0.1, 4: 0.5, 8: 0.7, 16: 0.9}, monkeypatch)
+    timed: list[Sections] = []
+    limits: list[int] = []
+    seconds, within = Race._seconds, Sectioning.within
+
+    def noted(self: Race, sections: Sections, room: int) -> float:
+        timed.append(sections)
+        return seconds(self, sections, room)
+
+    def also_noted(self: Sectioning, nbytes: int) -> Sections | None:
+        limits.append(nbytes)
+        return within(self, nbytes)
+
+    monkeypatch.setattr(Race, "_seconds", noted)
+    monkeypatch.setattr(Sectioning, "within", also_noted)
+    net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
+    search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    machine = replace(gpu(), allocator=Allocator(1, 0.2, 0))
+    budget = Budget(int(1.1 * search._needed(())[0]))
+    assert Cutting(Policy("auto", budget), machine, CPU).cut(KEY, net, call)
+    assert len(timed) == len(set(timed)) > 2
+    assert len(limits) == len(set(limits)) > 1
 
 
 def test_what_is_near_has_to_fit_where_the_choice_does(monkeypatch: pytest.MonkeyPatch) -> None:
