@@ -1,7 +1,8 @@
 """The process that measures: cases of one workload in, a JSON line for each out.
 
 ``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, "caps": {…}}`` from a line
-of its input, and ends where the input does: whoever asked is gone then, however that came. Plain's
+of its input, and ends where the input does: whoever asked is gone then, however that came. What it
+is at, for a case takes minutes, it tells on its stderr. Plain's
 losses and gradients, which equality is judged by, are taken from ``references`` or worked out here
 first, and then told in the record. ``caps`` are those that budgets are shares of.
 """
@@ -9,6 +10,7 @@ first, and then told in the record. ``caps`` are those that budgets are shares o
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import sysconfig
@@ -68,6 +70,8 @@ class Known:
 
 def main() -> None:
     """Measure the cases that the input names."""
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("belady").setLevel(logging.INFO)
     given = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     known = Known(given.get("references", {}), given.get("caps", {}))

@@ -8,17 +8,18 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, Any
 
 from benchmarks.cases import LOST, Case, Record
 from benchmarks.errors import GivenError
 
 ROOT = Path(__file__).parents[1]
-_ERROR_END = 2000
+# Characters and lines that are kept of what a process says, and seconds to hear the last of it.
+_ERROR_END, _LINES, _TELLS = 2000, 200, 5.0
 _ABOUT = (
     "import json, sys; from benchmarks.provenance import versions; "
     "print(json.dumps(versions(sys.argv[1])))"
@@ -70,41 +71,49 @@ def measure(
     """
     todo = list(cases)
     request = {"cases": [case.as_json() for case in cases], **known}
-    with TemporaryFile("w+") as errors:
-        with subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=ROOT,
-            env=environment(),
-        ) as child:
-            late = threading.Event()
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    ) as child:
+        late, said = threading.Event(), deque[str](maxlen=_LINES)
 
-            def stop() -> None:
-                late.set()
-                child.kill()
+        def stop() -> None:
+            late.set()
+            child.kill()
 
-            killer = threading.Timer(seconds, stop)
-            killer.start()
-            try:
-                _ask(child.stdin, json.dumps(request))
-                for line in child.stdout or ():
-                    if line.startswith('{"workload"'):
-                        keep(json.loads(line))
-                        todo.pop(0)
-                child.wait()
-            finally:
-                killer.cancel()
-                child.kill()
-        status = child.returncode
-        errors.seek(0)
-        end = errors.read()[-_ERROR_END:]
+        killer = threading.Timer(seconds, stop)
+        teller = threading.Thread(target=_pass_on, args=(child.stderr, said), daemon=True)
+        killer.start()
+        teller.start()
+        try:
+            _ask(child.stdin, json.dumps(request))
+            for line in child.stdout or ():
+                if line.startswith('{"workload"'):
+                    keep(json.loads(line))
+                    todo.pop(0)
+            child.wait()
+        finally:
+            killer.cancel()
+            child.kill()
+        # What a process of its own holds on to is not waited for.
+        teller.join(_TELLS)
+    status = child.returncode
     limit = f"was ended after {seconds:.0f} s, its limit (--case-limit-s)"
     why = limit if late.is_set() else f"ended with {status}"
-    ended = f"the process {why}: {end}"
+    ended = f"the process {why}: {''.join(said)[-_ERROR_END:]}"
     return todo, ended if todo and status != LOST else None
+
+
+def _pass_on(lines: Iterable[str] | None, said: deque[str]) -> None:
+    """Show what a process tells as it goes, and keep the last of it."""
+    for line in lines or ():
+        said.append(line)
+        print(line, end="", file=sys.stderr, flush=True)
 
 
 def _ask(given: IO[str] | None, request: str) -> None:

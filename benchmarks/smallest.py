@@ -58,7 +58,9 @@ class Search:
             self.high = cap
             return True
         least = failed.least_bytes
-        self.low = max(cap, int(least / _STATED))
+        sure = int(least / _STATED)
+        # What has passed is stronger than what is stated.
+        self.low = sure if cap < sure and not (self.high and sure >= self.high) else cap
         # What a failure states is no news twice.
         if least > cap and least not in [trial.cap_bytes for trial in self.trials]:
             self.passes(least)

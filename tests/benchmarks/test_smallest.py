@@ -71,3 +71,10 @@ def test_what_a_method_states_and_does_not_keep_is_tried_once() -> None:
     caps = [trial.cap_bytes for trial in found.trials]
     assert caps.count(800) == 1
     assert len(caps) == len(set(caps))
+
+
+def test_what_a_method_states_does_not_outweigh_what_passed() -> None:
+    needed = 1100
+    refusal = Failure("too small", 5 * needed)
+    found = smallest_cap(lambda cap: None if cap >= needed else refusal, 0, 2000, [2000])
+    assert needed <= found.high <= 1.03 * needed

@@ -138,7 +138,7 @@ class Verification:
                 fraction > 0 and fits(trace, plan, tight_hardware)
             )
             if safe or name == "floor":
-                self.notes.append(f"the budget leaves a margin of {fraction:.0%}: {error}")
+                self._tell(f"the budget leaves a margin of {fraction:.0%}: {error}")
                 return Trial(plan, tight_hardware, name)
         raise error
 
@@ -146,6 +146,11 @@ class Verification:
         self, trial: Trial, trace: Trace, measured: Measured, samples: Sequence[Sample]
     ) -> Trial:
         """The trial with what was measured, on the machine as it showed itself."""
+        _log.info(
+            "measured %s an iteration, and %d flushes of the allocator's cache",
+            format_seconds(measured.seconds),
+            measured.allocation_retries,
+        )
         hardware = trial.hardware
         hardware = with_issue_of(hardware, trial.plan, samples, self._hardware) or hardware
         trace = self._as_run(trace, trial.plan, hardware, samples)
@@ -194,7 +199,8 @@ class Verification:
             return trace, None
         if peak is None and made.predicted_seconds >= fastest(tried):
             return trace, None
-        self.notes += _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
+        why = _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
+        self._tell(*why)
         return trace, Trial(made, hardware, last.policy)
 
     def tighter(self, trace: Trace, tried: Sequence[Trial], *numerics: str) -> Trial | None:
@@ -210,7 +216,7 @@ class Verification:
         found = tightened(trace, last.plan, last.hardware, measured, make, last.policy)
         if found is None:
             return None
-        self.notes.append(found.note)
+        self._tell(found.note)
         return Trial(found.plan, found.hardware, found.policy)
 
     def _as_run(
@@ -219,6 +225,11 @@ class Verification:
         """The trace with the times of ops as iterations under the plan show them."""
         trace = with_host_of(trace, samples) or trace
         return with_pace_of(trace, plan, hardware, samples, self._kernels.slower) or trace
+
+    def _tell(self, *notes: str) -> None:
+        self.notes += notes
+        for note in notes:
+            _log.info("%s", note)
 
     def _planner(self, name: str, trace: Trace, numerics: tuple[str, ...]) -> Make:
         return lambda hardware: self._plan(name, trace, hardware, numerics)

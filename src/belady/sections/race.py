@@ -7,6 +7,7 @@ foretells either: ``python -m benchmarks kernels --question slices`` shows it.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -26,10 +27,13 @@ from belady.planners.slicework import inside
 from belady.planners.workspace import convolves
 from belady.sections.candidate import Candidate, chains
 from belady.sections.timing import Convolution, Timing, can_be_tried
+from belady.units import format_bytes, format_seconds
 
 # So long after the first no other choice is tried: cuDNN takes seconds for some kinds. And what
 # takes more than this of the time is not worth looking on from.
 _SECONDS, _LESS = 40.0, 0.99
+
+_log = logging.getLogger("belady")
 
 
 class Race:
@@ -83,6 +87,7 @@ class Race:
         tried: Iterable[Sections] = choices
         if self._whole and self.search.fits((), max(limits, default=0)):
             tried = [*choices, ()]
+        _log.info("timing convolutions in slices, beside %s", format_bytes(room))
         best, least, until = choices[0], inf, inf
         timed: set[Sections] = set()
         while True:
@@ -92,6 +97,7 @@ class Race:
                     break
                 timed.add(sections)
                 seconds = self._seconds(sections, room)
+                _log.info("%s: %s", _words(sections), format_seconds(seconds))
                 # Without the first there is nothing to compare with, however long it takes.
                 until = min(until, perf_counter() + _SECONDS)
                 # The real modules run for an answer: asked last.
@@ -143,6 +149,12 @@ class Race:
                 shape = (*given.shape[:along], part, *given.shape[along + 1 :])
                 like = given.dtype, given.requires_grad, made * part // rows
                 yield times, Convolution(module, shape, *like, free)
+
+
+def _words(sections: Sections) -> str:
+    """Sections for a log."""
+    names = (f"{it.modules[0]} to {it.modules[-1]} by {it.slices}" for it in sections)
+    return ", ".join(names) or "whole"
 
 
 def _near(sections: Sections, chains: Sequence[Chain]) -> Iterator[Sections]:
