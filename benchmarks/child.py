@@ -1,10 +1,10 @@
 """The process that measures: cases of one workload in, a JSON line for each out.
 
 ``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, "caps": {…}}`` from a line
-of its input, and ends where the input does: whoever asked is gone then, however that came. What it
-is at, for a case takes minutes, it tells on its stderr. Plain's
+of its input, and ends where the input does: whoever asked is gone then, however that came. Plain's
 losses and gradients, which equality is judged by, are taken from ``references`` or worked out here
-first, and then told in the record. ``caps`` are those that budgets are shares of.
+first, and then told in the record. ``caps`` are those that budgets are shares of. What it is at, as
+a case can take minutes, it tells on its stderr.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 import belady
+from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
 from belady.ir.run import Run
 from belady.measure.corrections import faster
@@ -31,7 +32,8 @@ from belady.units import parse_bytes
 from benchmarks.cases import BOUND, LOST, OWN, Case, Record, from_json
 from benchmarks.equality import equality
 from benchmarks.measure import kept, settled_peak, timed
-from benchmarks.methods import Opener, available, observed, opened, starved, tidy, too_little
+from benchmarks.memory import starved, tidy, too_little
+from benchmarks.methods import Opener, available, observed, opened
 from benchmarks.peers import PEERS
 from benchmarks.provenance import provenance
 from benchmarks.records import RESULTS
@@ -203,11 +205,15 @@ class _Bench:
         """Smallest budget that a policy states, and 1 % as workspaces vary from run to run."""
         if not self.case.method.startswith(OWN):
             raise ValueError(f"{self.case.method} states no budget of its own")
-        run, policy = self._observed(), self.case.method.partition(":")[2]
         # The founders' policies ask for a margin on everything.
-        allocator = replace(run.hardware.allocator, settled_bytes=0)
+        allocator = replace(self._observed().hardware.allocator, settled_bytes=0)
+        return int(_OWN_STEP * self._stated(allocator))
+
+    def _stated(self, allocator: Allocator) -> int:
+        """Smallest budget that the policy states, with an allocator that loses so much."""
+        run, policy = self._observed(), self.case.method.partition(":")[2]
         hardware = replace(run.hardware, allocator=allocator)
-        return int(_OWN_STEP * smallest_budget(policy, run.trace, hardware, Budget(2**62)))
+        return smallest_budget(policy, run.trace, hardware, Budget(2**62))
 
     def _cap(self) -> int | None:
         """Bytes of the case's budget."""
@@ -238,7 +244,9 @@ class _Bench:
     def _smallest(self, work: Workload, opener: Opener) -> tuple[int, Record]:
         if self.case.method.startswith(OWN):
             high = self._own()
-            guesses = [high]
+            # With nothing lost between blocks: near what does, unless slices lower it.
+            stated = self._observed().hardware.allocator
+            guesses = [high, self._stated(replace(stated, margin_fraction=0.0, margin_bytes=0))]
         else:
             with opener(None) as it:
                 it.warm_up()

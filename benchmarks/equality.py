@@ -7,7 +7,8 @@ from collections.abc import Callable
 import belady
 from benchmarks.cases import OWN, Case, Record
 from benchmarks.measure import DIGEST_OF, digest
-from benchmarks.methods import opened, tidy, too_little
+from benchmarks.memory import tidy, too_little
+from benchmarks.methods import opened
 from benchmarks.provenance import versions
 from benchmarks.workloads import Workload
 

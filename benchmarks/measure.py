@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.cases import Record
 from benchmarks.live import LiveBytes
+from benchmarks.memory import retries_so_far
 from benchmarks.methods import Session
 
 # What `digest` names: records with another word cannot be compared.
@@ -59,7 +60,7 @@ def _reset() -> int:
     """Start the allocator's peaks anew; gives its count of retries so far."""
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_peak_host_memory_stats()
-    return int(torch.cuda.memory_stats()["num_alloc_retries"])
+    return retries_so_far()
 
 
 def _of_allocator(retries_before: int) -> Record:

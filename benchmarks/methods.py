@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from functools import partial
 import torch
 
 import belady
-from belady.errors import InfeasibleBudgetError, ReplayError
+from belady.errors import InfeasibleBudgetError
 from belady.ir.plan import Budget
 from belady.ir.run import Run
 from belady.ir.timeline import Measured
@@ -34,9 +32,6 @@ WARM_UP, WARM_UP_MOST = 5, 24
 _UNLIMITED = "1TiB"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
-# Libraries have words of their own for an allocation that torch refused them.
-_STARVED = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
-
 
 @dataclass(frozen=True)
 class Session:
@@ -48,6 +43,9 @@ class Session:
         Whether, after so many iterations, the next ones are like it.
     extras
         What the method itself knows of the iterations, once they are over.
+    verifies
+        Whether an iteration, counted from 0, was one of those that verify a plan; it is known when
+        the next one has ended.
     own_peak
         Bytes at the peak by the method's own count, where nobody else can count op by op: Dynamo
         captures nothing under a dispatch mode.
@@ -58,19 +56,26 @@ class Session:
     settled: Callable[[int], bool]
     extras: Callable[[], Record]
     own_peak: Callable[[], int] | None = None
+    verifies: Callable[[int], bool] = lambda _: False
 
     def iterate(self, count: int) -> list[float]:
         """Run iterations and wait for the device once, at the end."""
         losses = [self._step().detach() for _ in range(count)]
         return [loss.item() for loss in losses]
 
-    def warm_up(self) -> Record:
-        """Iterate until it is settled; gives how long that took."""
+    def warm_up(self, enough: Callable[[], bool] = lambda: False) -> Record:
+        """Iterate until it is settled; gives how long that took.
+
+        Parameters
+        ----------
+        enough
+            Asked after each iteration: whether that will do.
+        """
         begun = time.perf_counter()
         self.iterate(1)
         record: Record = {"first_iteration_seconds": time.perf_counter() - begun}
         count = 1
-        while not self.settled(count):
+        while not (enough() or self.settled(count)):
             self.iterate(1)
             count += 1
         return record | {"warm_up": count, "warm_up_seconds": time.perf_counter() - begun}
@@ -138,35 +143,6 @@ def observed(work: Workload) -> Run:
     return run
 
 
-def starved(error: BaseException) -> bool:
-    """Whether an error says that memory was too little."""
-    if isinstance(error, torch.OutOfMemoryError | belady.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _STARVED)
-
-
-def too_little(error: BaseException) -> bool:
-    """Whether an error says that a budget was too small.
-
-    A replay that came out otherwise does: a library that did not get the workspace of its algorithm
-    took another one.
-    """
-    return starved(error) or isinstance(error, InfeasibleBudgetError | ReplayError)
-
-
-def tidy(work: Workload | None, error: BaseException | None = None) -> None:
-    """Let go of what an iteration left behind, also of what the frames of an error hold."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    if work is not None:
-        work.optimizer.zero_grad()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
 def _plain(work: Workload) -> Session:
     return Session(work, Applied(work.model), lambda count: count >= WARM_UP, dict)
 
@@ -224,10 +200,13 @@ def _virtual(
         # Listeners are told one iteration late.
         return count >= WARM_UP_MOST or phases[-1:] == ["steady"]
 
+    def verifies(iteration: int) -> bool:
+        return phases[iteration : iteration + 1] == ["verified"]
+
     with belady.virtualize(work.model, budget, policy=policy, engine=engine) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
         own_peak = None if engine == ENGINES[OURS] else partial(_own_peak, vm)
-        yield vm, Session(work, Applied(work.model), settled, dict, own_peak)
+        yield vm, Session(work, Applied(work.model), settled, dict, own_peak, verifies)
 
 
 def _own_peak(vm: belady.VirtualMemory) -> int:

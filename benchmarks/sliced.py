@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import inf
 
 import torch
 
 from belady.memory.allowance import allowance
+from belady.memory.cap import enforce
 from benchmarks.cases import Record
 from benchmarks.questions import MIB, Asked, Make, precisely, timed
 
@@ -22,7 +23,7 @@ ROOMS_MIB = (None, 1024, 256)
 
 def slices(asked: Asked) -> Iterator[Record]:
     """Seconds of all slices of a batch in fp32, forward and each gradient, by room beside them."""
-    with precisely("fp32", benchmark=True):
+    with precisely("fp32", benchmark=True), _in_pages(asked.device):
         for inward, outward, part in _LAYERS:
             edge = asked.edge // part
             for count in SLICES:
@@ -40,6 +41,22 @@ def slices(asked: Asked) -> Iterator[Record]:
                             "cudnn": torch.backends.cudnn.version(),
                             **_within(asked, make, count, room, nbytes),
                         }
+
+
+@contextmanager
+def _in_pages(device: torch.device) -> Iterator[None]:
+    """Let torch give back free memory in pages, as under a budget.
+
+    Of whole blocks, one that is in use in part would be room beyond what is allowed.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    undo = enforce(device, torch.cuda.get_device_properties(device).total_memory)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def _ways(

@@ -4,15 +4,52 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 import belady
 from belady.units import format_bytes, format_seconds
 from benchmarks.measure import kept, settled_peak
-from benchmarks.methods import Opener, starved, tidy, too_little
+from benchmarks.memory import retries_so_far, starved, tidy, too_little
+from benchmarks.methods import Opener, Session
 from benchmarks.smallest import Failure
 from benchmarks.workloads import Workload
 
 STEADY = 4  # iterations in which a cap must hold without a retry
+_CALM = 2  # as many that verify a plan of ours
+
+
+class Calm:
+    """Whether a plan was seen to keep to a cap: what ours goes on with is no worse.
+
+    So a trial need not wait until it has tried whether other plans are faster.
+
+    Parameters
+    ----------
+    retries
+        Counts those of torch's allocator; None where there is none that keeps to a cap.
+
+    Attributes
+    ----------
+    seen
+        Whether it was.
+    """
+
+    def __init__(self, session: Session, retries: Callable[[], int] | None) -> None:
+        self.seen = False
+        self._session = session
+        self._retries = retries
+        self._counts = [] if retries is None else [retries()]
+
+    def __call__(self) -> bool:
+        """Ask after each iteration."""
+        if self._retries is not None:
+            self._counts.append(self._retries())
+            # Which plan the last one was of is not known yet.
+            last = len(self._counts) - 3
+            these = range(last - _CALM + 1, last + 1)
+            calm = last + 1 >= _CALM and self._counts[these[0]] == self._counts[last + 1]
+            self.seen = calm and all(map(self._session.verifies, these))
+        return self.seen
 
 
 def trial(work: Workload, opener: Opener, cap: int) -> Failure | None:
@@ -27,8 +64,9 @@ def trial(work: Workload, opener: Opener, cap: int) -> Failure | None:
 def _failure(work: Workload, opener: Opener, cap: int) -> Failure | None:
     try:
         with opener(cap) as it:
-            it.warm_up()
-            record = settled_peak(it, STEADY)
+            calm = Calm(it, retries_so_far if work.setting.device == "cuda" else None)
+            it.warm_up(calm)
+            record = {} if calm.seen else settled_peak(it, STEADY)
     except Exception as error:
         if not too_little(error):
             raise
@@ -38,7 +76,7 @@ def _failure(work: Workload, opener: Opener, cap: int) -> Failure | None:
             return Failure(f"infeasible below {least}", least)
         return Failure("out of memory" if starved(error) else "a replay came out otherwise")
     tidy(work)
-    if kept(record, cap):
+    if calm.seen or kept(record, cap):
         return None
     retries = record.get("allocation_retries")
     return Failure(

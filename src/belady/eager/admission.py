@@ -96,6 +96,11 @@ class Admission:
         judged = self._judged
         return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
 
+    @property
+    def leaves_bytes(self) -> int:
+        """What convolutions are to leave of the budget in an observed iteration."""
+        return self._cutting.leaves_bytes
+
     def begin(self) -> None:
         """An iteration begins."""
         self._calls = self._heads.calls

@@ -28,6 +28,7 @@ from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
 from belady.measure.observe import undisturbed
 from belady.measure.progress import all_kept
+from belady.measure.restraint import Restrained
 from belady.measure.stages import Policy, Stage
 from belady.measure.trials import Trials
 from belady.memory.algorithms import available
@@ -258,6 +259,8 @@ class Conductor:
             learns = kind.stage is Stage.TIMED and self._planning.may_replay()
             trials = Trials(Learner(kind.varying), clock_for(device)) if learns else None
             observation = Observation(device, clock_for(device), self._modules, trials)
+            if leaves := self._admission.leaves_bytes:
+                observation.recorder.issue = Restrained(device, leaves)
             if kind.stage is Stage.TIMED and self._asks_workspace():
                 least = self._policy.budget.device_bytes // _MATTERS
                 observation.recorder.algorithms = Algorithms(device, clock_for(device), least)

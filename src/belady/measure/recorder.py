@@ -32,6 +32,7 @@ from belady.measure.records import (
     tensors_in,
     written_arguments,
 )
+from belady.measure.restraint import Issue, at_once
 from belady.measure.sums import may_sum
 from belady.measure.trials import Trials
 from belady.memory.geometry import shape_of
@@ -54,6 +55,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes
     ----------
+    issue
+        Calls an op.
     algorithms
         Tries convolutions with less workspace, or None.
     owners
@@ -74,6 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.clock = clock
         self.trials = trials
+        self.issue: Issue = at_once
         self.algorithms: Algorithms | None = None
         self.ops: list[RawOp] = []
         self.storages: list[RawStorage] = []
@@ -101,8 +105,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.paused -= 1
             self._last += perf_counter() - begun
-
-    # -- what the hooks tell -----------------------------------------------------------------
 
     def packed(self, tensor: torch.Tensor, pass_index: int, ordinal: int) -> int:
         """Autograd saves ``tensor``; gives the number of this save."""
@@ -167,8 +169,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._visible(tensor) and self._storage_of(tensor) < 0:
             self.adopt(tensor, kind)
 
-    # -- what the dispatcher tells -----------------------------------------------------------
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.clock.start()
         called = perf_counter()
         try:
-            result = func(*args, **kwargs)
+            result = self.issue(func, args, kwargs)
         finally:
             # An op that raises has begun too.
             if self.device.type != "cpu":
@@ -242,8 +242,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._visible(tensor) and self._storage_of(tensor) < 0
         ]
         op.writes = tuple(dict.fromkeys(value for value in written if value >= 0))
-
-    # -- storages and values -----------------------------------------------------------------
 
     def _visible(self, tensor: torch.Tensor) -> bool:
         return (

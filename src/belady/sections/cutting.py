@@ -86,11 +86,18 @@ class Cutting:
         self._related = Related()
         self._searching = Searching(hardware, policy.budget, device)
         self._room = Room(policy.budget.device_bytes)
+        self._raced = False
 
     @property
     def said(self) -> list[str]:
         """What a user should know of the sections in force, or last in force, one sentence each."""
         return [sentence for sentences in self._said.values() for sentence in sentences]
+
+    @property
+    def leaves_bytes(self) -> int:
+        """What convolutions are to leave of the budget, as they did where they were timed."""
+        budget = self._policy.budget.device_bytes
+        return budget - self._hardware.allocator.peak_within(budget) if self._raced else 0
 
     def __contains__(self, module: nn.Module) -> bool:
         return any(it.sections for it in self._known.get(module, {}).values())
@@ -269,6 +276,7 @@ class Cutting:
             self.refused = tuple(dict.fromkeys(call.refused.values())) if chosen is None else ()
             return False
         _log.info("found slices in %s", took)
+        self._raced |= race is not None
         module, sections = call.module, chosen.sections
         decided = Decided(sections, flags_of(module, sections), chosen.state_bytes)
         self._known.setdefault(module, {})[key] = decided

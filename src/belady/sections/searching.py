@@ -47,7 +47,10 @@ class Searching:
     def in_turn(self, call: Candidate) -> list[Sectioning]:
         """Searches for a call that does not fit; the first that finds sections will do."""
         share = workspace_share(call.module, call.call, self.device)
-        return [self.beside(call, it) for it in dict.fromkeys((share, 0.0))]
+        without = self.beside(call, 0.0)
+        # Without convolutions both are the same, and a search takes seconds.
+        asking = with_workspaces(call.trace, share)
+        return [without] if asking == call.trace else [self.beside(call, share), without]
 
     def race(self, call: Candidate, *, whole: bool) -> Race | None:
         """Who picks the fastest sections, where that is for the device to say.

@@ -188,7 +188,8 @@ def test_kernels_keep_their_time_beside_a_flush() -> None:
             assert torch.cuda.memory_stats()["num_alloc_retries"] > before
         return seconds
 
-    # Of several: other processes may have the device in between.
-    beside = median(flushed() for _ in range(5))
-    kernel = median(timed() for _ in range(5))
+    # The least of several, as other processes may have the device in between: a flush that is
+    # counted is counted each time.
+    beside = min(flushed() for _ in range(5))
+    kernel = min(timed() for _ in range(5))
     assert 0.1 * kernel - 1e-4 < beside < 3 * kernel + 1e-4

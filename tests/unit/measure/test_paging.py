@@ -89,12 +89,15 @@ def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.gpu
 def test_a_gpu_has_managed_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     free = torch.cuda.mem_get_info()[0]
-    managed = probe(torch.device("cuda")).managed
-    assert managed is not None
-    assert managed.fault.bytes_per_s < managed.back.bytes_per_s
-    assert managed.out.bytes_per_s > 1e9
+    found = []
+    for number in range(3):  # the best, as other processes may have the device in between
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(number)))
+        found.append(probe(torch.device("cuda")).managed)
+    links = [it for it in found if it is not None]
+    assert len(links) == len(found)
+    assert max(it.fault.bytes_per_s for it in links) < max(it.back.bytes_per_s for it in links)
+    assert max(it.out.bytes_per_s for it in links) > 1e9
     torch.cuda.empty_cache()
     # Beside other tests on the same device its free bytes say nothing.
     assert torch.cuda.mem_get_info()[0] > free - 256 * MIB or "PYTEST_XDIST_WORKER" in os.environ

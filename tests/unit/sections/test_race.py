@@ -581,3 +581,12 @@ def test_what_fits_but_for_workspaces_runs_whole_where_that_is_faster(
     assert parts.cut_for_workspaces(KEY, net, call) == cuts
     assert SAMPLES in {size for size, _ in trials.asked}
     assert (net in parts) == cuts
+
+
+@pytest.mark.parametrize(("net", "searches"), [(model(), 2), (nn.Sequential(nn.Linear(32, 4)), 1)])
+def test_without_convolutions_sections_are_looked_for_once(
+    net: nn.Sequential, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 1.0)
+    found = Searching(gpu(), Budget(PLENTY), CPU).in_turn(called(net))
+    assert len(found) == searches
