@@ -38,6 +38,9 @@ def main() -> int:
         return int(arguments.carry_out(arguments))
     except GivenError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _merge(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -72,6 +73,8 @@ class Known:
 
 def main() -> None:
     """Measure the cases that the input names."""
+    # Ctrl-C is for whoever asked, who then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("belady").setLevel(logging.INFO)
     given = json.loads(sys.stdin.readline())

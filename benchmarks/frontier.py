@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from benchmarks import options
 from benchmarks.cases import OURS, Case
-from benchmarks.run import add_how, execute, how
+from benchmarks.run import add_how, how
 from benchmarks.suites import FRONTIER, PEER_NAMES, frontier_of
+from benchmarks.sweep import execute
 
 LADDER = (120, 100, 80, 65, 50, 40, 30, 25, 20)
 

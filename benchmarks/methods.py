@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,12 +43,11 @@ class Session:
         Whether, after so many iterations, the next ones are like it.
     extras
         What the method itself knows of the iterations, once they are over.
-    verifies
-        Whether an iteration, counted from 0, was one of those that verify a plan; it is known when
-        the next one has ended.
     own_peak
         Bytes at the peak by the method's own count, where nobody else can count op by op: Dynamo
         captures nothing under a dispatch mode.
+    phases
+        Of the iterations so far, but for the last one or two, which are told of later.
     """
 
     work: Workload
@@ -56,7 +55,7 @@ class Session:
     settled: Callable[[int], bool]
     extras: Callable[[], Record]
     own_peak: Callable[[], int] | None = None
-    verifies: Callable[[int], bool] = lambda _: False
+    phases: Callable[[], Sequence[str]] = tuple
 
     def iterate(self, count: int) -> list[float]:
         """Run iterations and wait for the device once, at the end."""
@@ -200,13 +199,10 @@ def _virtual(
         # Listeners are told one iteration late.
         return count >= WARM_UP_MOST or phases[-1:] == ["steady"]
 
-    def verifies(iteration: int) -> bool:
-        return phases[iteration : iteration + 1] == ["verified"]
-
     with belady.virtualize(work.model, budget, policy=policy, engine=engine) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
         own_peak = None if engine == ENGINES[OURS] else partial(_own_peak, vm)
-        yield vm, Session(work, Applied(work.model), settled, dict, own_peak, verifies)
+        yield vm, Session(work, Applied(work.model), settled, dict, own_peak, lambda: phases)
 
 
 def _own_peak(vm: belady.VirtualMemory) -> int:

@@ -56,6 +56,7 @@ def measure(
     known: Mapping[str, Mapping[str, Any]],
     seconds: float,
     keep: Callable[[Record], None],
+    gpu: str | None = None,
 ) -> tuple[list[Case], str | None]:
     """Measure the cases in one process that may take so long; each record is kept at once.
 
@@ -63,6 +64,8 @@ def measure(
     ----------
     known
         What records say that others refer to: ``references`` and ``caps``.
+    gpu
+        The only one that the process sees; None: those that this one does.
 
     Returns
     -------
@@ -77,17 +80,21 @@ def measure(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="backslashreplace",
         cwd=ROOT,
-        env=environment(),
+        env=environment() | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
     ) as child:
         late, said = threading.Event(), deque[str](maxlen=_LINES)
+        # The thread's own from here on: whoever closes a pipe waits for who reads from it, and a
+        # process that the child has left behind can keep it open.
+        told, child.stderr = child.stderr, None
 
         def stop() -> None:
             late.set()
             child.kill()
 
         killer = threading.Timer(seconds, stop)
-        teller = threading.Thread(target=_pass_on, args=(child.stderr, said), daemon=True)
+        teller = threading.Thread(target=_pass_on, args=(told, said), daemon=True)
         killer.start()
         teller.start()
         try:
@@ -100,7 +107,6 @@ def measure(
         finally:
             killer.cancel()
             child.kill()
-        # What a process of its own holds on to is not waited for.
         teller.join(_TELLS)
     status = child.returncode
     limit = f"was ended after {seconds:.0f} s, its limit (--case-limit-s)"
@@ -109,11 +115,14 @@ def measure(
     return todo, ended if todo and status != LOST else None
 
 
-def _pass_on(lines: Iterable[str] | None, said: deque[str]) -> None:
+def _pass_on(told: IO[str], said: deque[str]) -> None:
     """Show what a process tells as it goes, and keep the last of it."""
-    for line in lines or ():
-        said.append(line)
-        print(line, end="", file=sys.stderr, flush=True)
+    with told:
+        for line in told:
+            said.append(line)
+            # Read on where nobody listens, or the process would wait for room.
+            with suppress(OSError, ValueError):
+                print(line, end="", file=sys.stderr, flush=True)
 
 
 def _ask(given: IO[str] | None, request: str) -> None:

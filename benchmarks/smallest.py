@@ -39,12 +39,21 @@ class Search:
     ----------
     low, high
         The largest cap known to fail and the smallest known to pass (0: none yet).
+    stated
+        A cap that fails as well by what a method states of it; 0: none.
     """
 
     attempt: Attempt
     low: int
     high: int = 0
+    stated: int = 0
     trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def failing(self) -> int:
+        """The largest cap that fails for all that is known; what has passed refutes statements."""
+        refuted = self.high and self.stated >= self.high
+        return self.low if refuted else max(self.low, self.stated)
 
     def passes(self, cap: int) -> bool:
         """Try a cap, unless the answer is known already; then what a method says would do."""
@@ -57,10 +66,9 @@ class Search:
         if failed is None:
             self.high = cap
             return True
-        least = failed.least_bytes
-        sure = int(least / _STATED)
-        # What has passed is stronger than what is stated.
-        self.low = sure if cap < sure and not (self.high and sure >= self.high) else cap
+        self.low, least = cap, failed.least_bytes
+        if not self.high or least <= self.high:
+            self.stated = max(self.stated, int(least / _STATED))
         # What a failure states is no news twice.
         if least > cap and least not in [trial.cap_bytes for trial in self.trials]:
             self.passes(least)
@@ -93,6 +101,12 @@ def smallest_cap(attempt: Attempt, low: int, high: int, guesses: Iterable[int] =
         if search.high or search.passes(high):
             break
         high = high * 3 // 2
-    while search.high and search.high - search.low > max(1, TOLERANCE * search.high):
-        search.passes((search.low + search.high) // 2)
+    while search.high and _apart(search.low, search.high):
+        lower = search.failing
+        # In the end what was stated is tried: a method can be wrong about itself.
+        search.passes((lower + search.high) // 2 if _apart(lower, search.high) else lower)
     return search
+
+
+def _apart(low: int, high: int) -> bool:
+    return high - low > max(1, TOLERANCE * high)

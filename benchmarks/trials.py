@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import belady
+from belady.measure.stages import Stage
 from belady.units import format_bytes, format_seconds
 from benchmarks.measure import kept, settled_peak
 from benchmarks.memory import retries_so_far, starved, tidy, too_little
@@ -19,9 +20,10 @@ _CALM = 2  # as many that verify a plan of ours
 
 
 class Calm:
-    """Whether a plan was seen to keep to a cap: what ours goes on with is no worse.
+    """Whether a plan was seen to keep to a cap.
 
-    So a trial need not wait until it has tried whether other plans are faster.
+    Ours then tries whether others are faster, and goes on with the best of them. A trial does not
+    wait for that: should another run out of memory, the measurement that follows says so.
 
     Parameters
     ----------
@@ -44,11 +46,11 @@ class Calm:
         """Ask after each iteration."""
         if self._retries is not None:
             self._counts.append(self._retries())
-            # Which plan the last one was of is not known yet.
-            last = len(self._counts) - 3
-            these = range(last - _CALM + 1, last + 1)
-            calm = last + 1 >= _CALM and self._counts[these[0]] == self._counts[last + 1]
-            self.seen = calm and all(map(self._session.verifies, these))
+            phases = self._session.phases()
+            # Before the first of those that are known to be the last, and after the last.
+            first, after = len(phases) - _CALM, len(phases)
+            verified = list(phases[-_CALM:]) == [Stage.VERIFYING.value] * _CALM
+            self.seen = verified and self._counts[first] == self._counts[after]
         return self.seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from benchmarks import processes
 from benchmarks.cases import Case
 from benchmarks.processes import measure
 
@@ -33,11 +35,16 @@ def test_a_process_that_takes_too_long_says_so(known: dict[str, Any]) -> None:
     assert "ended after 0 s" in str(ended)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_who_is_ended_leaves_no_process_that_measures(sent: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "at_once"),
+    [(signal.SIGTERM, "1"), (signal.SIGKILL, "1"), (signal.SIGKILL, "2"), (signal.SIGINT, "2")],
+)
+def test_who_is_ended_leaves_no_process_that_measures(
+    sent: signal.Signals, at_once: str, tmp_path: Path
+) -> None:
     # More iterations than anybody waits for.
     command = [sys.executable, "-m", "benchmarks", "run", str(tmp_path / "out.jsonl"), "--toy"]
-    command += ["--precision", "fp32", "--repeats", "1000000"]
+    command += ["--precision", "fp32", "--repeats", "1000000", "--at-once", at_once]
     child: psutil.Process | None = None
     with subprocess.Popen(command, cwd=ROOT) as runs:
         try:
@@ -68,3 +75,51 @@ def awaited(condition: Callable[[], T]) -> T:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return found
+
+
+# Stands for the process that measures: it reads what it is asked, tells something, and ends.
+TELLS = """
+import os, subprocess, sys
+sys.stdin.readline()
+print("looking for slices", file=sys.stderr, flush=True)
+{more}
+print("the reason", file=sys.stderr, flush=True)
+sys.exit(3)
+"""
+LEFT_BEHIND = (
+    "subprocess.Popen(['sleep', '30'], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)"
+)
+MUCH = r"os.write(2, b'\xff' + b'y' * (1 << 20) + b'\n')"
+
+
+@pytest.mark.parametrize("more", ["", LEFT_BEHIND, MUCH])
+def test_what_a_process_tells_is_shown_and_its_end_is_kept(
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = tmp_path / "benchmarks" / "child.py"
+    child.parent.mkdir()
+    child.write_text(TELLS.format(more=more))
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    monkeypatch.setattr(processes, "_TELLS", 1.0 if more == LEFT_BEHIND else 20.0)
+    begun = time.monotonic()
+    left, ended = measure([CASE], {}, 25, print)
+    assert time.monotonic() - begun < 20
+    assert left == [CASE]
+    assert ended is not None
+    assert "ended with 3" in ended
+    assert ended.endswith("the reason\n")
+    shown = capsys.readouterr().err
+    assert shown.startswith("looking for slices\n")
+    assert shown.endswith("the reason\n")
+
+
+def test_nobody_need_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "benchmarks" / "child.py"
+    child.parent.mkdir()
+    child.write_text(TELLS.format(more=MUCH))
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    _, ended = measure([CASE], {}, 25, print)
+    assert str(ended).endswith("the reason\n")

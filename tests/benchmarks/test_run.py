@@ -6,6 +6,9 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import frontier, records, run
+from benchmarks import frontier, records, sweep
 from benchmarks.cases import Case, from_json
+from benchmarks.errors import GivenError
 from benchmarks.plot import points
 from benchmarks.processes import grouped
-from benchmarks.run import after_caps, in_rounds
+from benchmarks.run import in_rounds
+from benchmarks.saying import line
 from benchmarks.suites import SUITES
 from tests.benchmarks.ended import status_of
 
@@ -69,8 +74,8 @@ def test_a_cap_is_found_before_what_needs_it() -> None:
     listed = Case("resnet50", "save_on_cpu", "smallest", equal_steps=6, round=1, **toy)
     added = Case("resnet50", "checkpoint", "smallest", **toy)
     cases = [plain, first, second, listed]
-    assert after_caps(cases, {}) == [plain, added, first, listed, second]
-    assert after_caps(cases, {first.cap_of("checkpoint")}) == [plain, first, listed, second]
+    assert sweep.after_caps(cases, {}) == [plain, added, first, listed, second]
+    assert sweep.after_caps(cases, {first.cap_of("checkpoint")}) == [plain, first, listed, second]
     assert first.together == second.together != replace(first, budget="smallest").together
 
 
@@ -151,17 +156,19 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
     told: list[Any] = []
     about = {"device_name": "a device", "torch": "2"}
 
-    def measured(cases: list[Case], known: Any, _seconds: float, keep: Any) -> tuple[Any, None]:
+    def measured(
+        cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
+    ) -> tuple[Any, None]:
         told.append(dict(known["caps"]))
         keep(cases[0].as_json() | about | {"outcome": "ok", "budget_bytes": 7})
         return cases[1:], None
 
-    monkeypatch.setattr(run, "measure", measured)
-    monkeypatch.setattr(run, "here", lambda _device: about)
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: about)
     case = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
-    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", known=[], case_limit_s=9.0)
+    arguments = _arguments(tmp_path)
     for _ in range(2):
-        run.execute([case], arguments, 60)
+        sweep.execute([case], arguments, 60)
     first, second = records.read(arguments.out)
     assert (first["method"], first["budget"]) == ("checkpoint", "smallest")
     assert from_json(second) == case
@@ -174,7 +181,9 @@ def test_what_another_machine_measured_is_measured_here_too(
     asked: list[str] = []
     here = {"device_name": "a device", "torch": "2"}
 
-    def measured(cases: list[Case], known: Any, _seconds: float, keep: Any) -> tuple[Any, Any]:
+    def measured(
+        cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
+    ) -> tuple[Any, Any]:
         asked.append(cases[0].method)
         assert known["references"] == {}
         assert 5 not in known["caps"].values()
@@ -183,21 +192,21 @@ def test_what_another_machine_measured_is_measured_here_too(
         keep(cases[0].as_json() | here | {"outcome": "ok", "budget_bytes": 7})
         return cases[1:], None
 
-    monkeypatch.setattr(run, "measure", measured)
-    monkeypatch.setattr(run, "here", lambda _device: here)
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: here)
     cases = [
         Case("vgg19", "checkpoint", "smallest", device="cpu"),
         Case("vgg19", "plain", device="cpu"),
     ]
-    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", known=[], case_limit_s=9.0)
+    arguments = _arguments(tmp_path)
     others = [here | {"torch": "1"}, here | {"device_name": "another"}, {}]
     cap = {"outcome": "ok", "budget_bytes": 5, "plain_digest": "of elsewhere"}
     records.write(arguments.out, [case.as_json() | it | cap for it in others for case in cases])
-    run.execute(cases, arguments, 60)
+    sweep.execute(cases, arguments, 60)
     assert "2 of 2 are on record" in capsys.readouterr().out
     assert asked == ["checkpoint", "plain"]
     assert all(here.items() <= it.items() for it in records.read(arguments.out)[-2:])
-    run.execute(cases, arguments, 60)
+    sweep.execute(cases, arguments, 60)
     assert asked == ["checkpoint", "plain"]
 
 
@@ -207,13 +216,15 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
     told: list[Any] = []
     here = {"device_name": "a device", "torch": "2"}
 
-    def measured(cases: list[Case], known: Any, _seconds: float, keep: Any) -> tuple[Any, None]:
+    def measured(
+        cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
+    ) -> tuple[Any, None]:
         told.append((cases[0], dict(known["caps"]), dict(known["references"])))
         keep(cases[0].as_json() | here | {"outcome": "ok"})
         return cases[1:], None
 
-    monkeypatch.setattr(run, "measure", measured)
-    monkeypatch.setattr(run, "here", lambda _device: here)
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: here)
     cap = Case("vgg19", "checkpoint", "smallest", device="cpu")
     plain = Case("vgg19", "plain", device="cpu")
     ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
@@ -222,8 +233,8 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
     digest = here | {"outcome": "ok", "plain_digest": "bits"}
     elsewhere = cap.as_json() | here | {"torch": "1", "outcome": "ok", "budget_bytes": 5}
     records.write(known[1], [plain.as_json() | digest, elsewhere])
-    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", known=known, case_limit_s=9.0)
-    run.execute([cap, plain, ours], arguments, 60)
+    arguments = _arguments(tmp_path, known)
+    sweep.execute([cap, plain, ours], arguments, 60)
     ((case, caps, references),) = told
     assert case == ours
     assert caps == {ours.cap_of("checkpoint"): 7}
@@ -231,28 +242,136 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
     assert [from_json(it) for it in records.read(arguments.out)] == [ours]
 
 
+def test_several_at_once_wait_for_caps_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"device_name": "a device", "torch": "2"}
+    cap = Case("vgg19", "checkpoint", "smallest", device="cpu")
+    plain = Case("vgg19", "plain", device="cpu")
+    ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
+    other = Case("alexnet", "plain", device="cpu")
+    both, going = threading.Barrier(2, timeout=20), threading.Event()
+    begun: list[tuple[Case, bool]] = []
+
+    def measured(
+        cases: list[Case], known: Any, _s: float, keep: Any, _gpu: Any
+    ) -> tuple[Any, None]:
+        (case,) = cases
+        begun.append((case, going.is_set()))
+        if case == cap:
+            both.wait()  # for plain, which needs no cap
+            time.sleep(0.2)
+            going.set()
+        elif case == plain:
+            both.wait()
+        keep(case.as_json() | here | {"outcome": "ok", "budget_bytes": 7})
+        return [], None
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: here)
+    arguments = _arguments(tmp_path, at_once=2)
+    assert sweep.execute([cap, ours, plain, other], arguments, 60) == 0
+    found = records.read(arguments.out)
+    assert {from_json(it) for it in found} == {cap, plain, ours, other}
+    assert all(it["at_once"] == 2 for it in found)
+    assert dict(begun)[ours]
+    assert not dict(begun)[plain]
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_what_goes_wrong_ends_a_sweep(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def measured(cases: list[Case], *_: Any) -> None:
+        begun.append(cases)
+        raise ValueError("the disk is full")
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: {"device_name": "a device", "torch": "2"})
+    cases = [Case("vgg19", "plain", device="cpu", round=number) for number in range(9)]
+    with pytest.raises(ValueError, match="the disk is full"):
+        sweep.execute(cases, _arguments(tmp_path, at_once=at_once), 60)
+    assert len(begun) <= at_once
+
+
+def test_each_of_several_at_once_has_a_gpu_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"device_name": "a device", "torch": "2"}
+    both, seen = threading.Barrier(2, timeout=20), []
+
+    def measured(_cases: Any, _known: Any, _s: float, _keep: Any, gpu: Any) -> tuple[Any, None]:
+        both.wait()
+        seen.append(gpu)
+        return [], None
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: here)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    cases = [Case("vgg19", "plain", round=number) for number in range(2)]
+    sweep.execute(cases, _arguments(tmp_path, at_once=2), 60)
+    assert sorted(seen) == ["3", "5"]
+    with pytest.raises(GivenError, match="there are 2 GPUs here"):
+        sweep.execute(cases, _arguments(tmp_path, at_once=3), 60)
+
+
+def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"device_name": "a device", "torch": "2", "device": "cpu", "outcome": "ok"}
+    begun = []
+
+    def measured(cases: list[Case], *_: Any) -> tuple[Any, None]:
+        begun.append(cases[0].workload)
+        return cases[1:], None
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: here)
+    known = tmp_path / "known.jsonl"
+    took = {"vgg19": (1.0, 1000.0, 1000.0), "alexnet": (1000.0, 1.0, 1.0)}
+    records.write(
+        known,
+        [
+            Case(net, "plain", device="cpu", round=number).as_json() | here | {"wall_seconds": it}
+            for net, all_of_it in took.items()
+            for number, it in enumerate(all_of_it)
+        ],
+    )
+    cases = [Case(net, "checkpoint", device="cpu") for net in took]
+    sweep.execute(cases, _arguments(tmp_path, [known]), 60)
+    assert begun == ["alexnet"]
+
+
 def test_without_a_device_nothing_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = argparse.Namespace(out=tmp_path / "out.jsonl", known=[], case_limit_s=9.0)
-    assert run.execute([Case("vgg19", "plain")], arguments, 60) == 2
+    arguments = _arguments(tmp_path)
+    assert sweep.execute([Case("vgg19", "plain")], arguments, 60) == 2
     assert "--toy" in capsys.readouterr().out
     assert not arguments.out.exists()
 
 
 def test_a_line_says_what_is_known() -> None:
     case = Case("vgg19", "bound", "4GiB").as_json()
-    assert run.line(case | {"outcome": "ok", "bound_seconds": 0.5, "budget_bytes": 4 << 30}) == (
+    assert line(case | {"outcome": "ok", "bound_seconds": 0.5, "budget_bytes": 4 << 30}) == (
         "vgg19 bound 4GiB tf32 ok: bound 500 ms, budget 4.00 GiB"
     )
-    crash = run.line(case | {"outcome": "crash", "error": "Traceback\n  line\nValueError: no\n"})
+    crash = line(case | {"outcome": "crash", "error": "Traceback\n  line\nValueError: no\n"})
     assert crash == "vgg19 bound 4GiB tf32 crash: ValueError: no"
 
 
 def test_the_page_names_every_suite() -> None:
     text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     assert all(f"| `{name}` |" in text for name in SUITES)
+
+
+def _arguments(tmp_path: Path, known: Sequence[Path] = (), at_once: int = 1) -> argparse.Namespace:
+    out = tmp_path / "out.jsonl"
+    return argparse.Namespace(out=out, known=known, case_limit_s=9.0, at_once=at_once)
 
 
 def _capped_cases_keep_to_their_caps(found: list[dict[str, Any]]) -> None:

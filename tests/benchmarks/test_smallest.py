@@ -57,7 +57,9 @@ def test_what_a_method_states_is_tried_next_and_narrows_the_search(stated: int) 
     caps = [trial.cap_bytes for trial in found.trials]
     first = next(at for at, trial in enumerate(found.trials) if trial.failed)
     assert caps[first + 1] == stated
-    assert all(stated / 1.1 < cap <= stated for cap in caps[first + 2 :])
+    assert all(int(stated / 1.1) <= cap <= stated for cap in caps[first + 2 :])
+    # What was stated to fail is tried once, at the end.
+    assert caps.count(int(stated / 1.1)) <= 1
 
 
 def test_what_a_method_states_and_does_not_keep_is_tried_once() -> None:
@@ -73,8 +75,13 @@ def test_what_a_method_states_and_does_not_keep_is_tried_once() -> None:
     assert len(caps) == len(set(caps))
 
 
-def test_what_a_method_states_does_not_outweigh_what_passed() -> None:
+@pytest.mark.parametrize("stated", [2000, 2150, 5500])
+@pytest.mark.parametrize("guesses", [[], [2000]])
+def test_what_a_method_states_too_high_is_found_out(stated: int, guesses: list[int]) -> None:
     needed = 1100
-    refusal = Failure("too small", 5 * needed)
-    found = smallest_cap(lambda cap: None if cap >= needed else refusal, 0, 2000, [2000])
+    refusal = Failure("too small", stated)
+    found = smallest_cap(lambda cap: None if cap >= needed else refusal, 0, 1000, guesses)
     assert needed <= found.high <= 1.03 * needed
+    assert found.low < needed
+    caps = [trial.cap_bytes for trial in found.trials]
+    assert len(caps) == len(set(caps))

@@ -96,10 +96,9 @@ class Admission:
         judged = self._judged
         return 0 if judged is None else least_with_state(judged, self._hardware, self._policy)
 
-    @property
-    def leaves_bytes(self) -> int:
-        """What convolutions are to leave of the budget in an observed iteration."""
-        return self._cutting.leaves_bytes
+    def leaves_bytes(self, key: Key, module: torch.nn.Module) -> int:
+        """What convolutions of an observed iteration are to leave of the budget."""
+        return self._cutting.leaves_bytes(key, module)
 
     def begin(self) -> None:
         """An iteration begins."""

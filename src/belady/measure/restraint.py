@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from belady.memory.cap import keep_back
 _CONVOLUTIONS = frozenset(
     (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 )
+# What torch and cuDNN say where memory is too little for a convolution.
+_TOO_LITTLE = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
 KeepBack = Callable[[torch.device, object, int], None]
 Issue = Callable[[Any, tuple[Any, ...], Any], Any]
 
@@ -27,6 +28,7 @@ class Restrained:
 
     The floor, which observed iterations run at, holds less than a plan does. cuDNN would take an
     algorithm with a workspace for which a plan has no room, and PyTorch keeps what was chosen.
+    Whoever else takes memory of the device meanwhile has as much less.
 
     Parameters
     ----------
@@ -40,16 +42,19 @@ class Restrained:
         self._device, self._nbytes, self._keep_back = device, nbytes, keep_back
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Call ``func``; with all of the budget where it fails with less."""
-        if func in _CONVOLUTIONS:
-            # Memory runs out in words of torch's own, of cuDNN, or for want of any algorithm.
-            with suppress(RuntimeError):
-                return self._with_less(func, args, kwargs)
+        """Call ``func``; with all of the budget where memory runs out with less."""
+        if func not in _CONVOLUTIONS:
+            return func(*args, **kwargs)
+        try:
+            return self._with_less(func, args, kwargs)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _TOO_LITTLE):
+                raise
         return func(*args, **kwargs)
 
     def _with_less(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        self._keep_back(self._device, self, self._nbytes)
         try:
+            self._keep_back(self._device, self, self._nbytes)
             return func(*args, **kwargs)
         finally:
             self._keep_back(self._device, self, 0)

@@ -86,21 +86,20 @@ class Cutting:
         self._related = Related()
         self._searching = Searching(hardware, policy.budget, device)
         self._room = Room(policy.budget.device_bytes)
-        self._raced = False
 
     @property
     def said(self) -> list[str]:
         """What a user should know of the sections in force, or last in force, one sentence each."""
         return [sentence for sentences in self._said.values() for sentence in sentences]
 
-    @property
-    def leaves_bytes(self) -> int:
-        """What convolutions are to leave of the budget, as they did where they were timed."""
-        budget = self._policy.budget.device_bytes
-        return budget - self._hardware.allocator.peak_within(budget) if self._raced else 0
-
     def __contains__(self, module: nn.Module) -> bool:
         return any(it.sections for it in self._known.get(module, {}).values())
+
+    def leaves_bytes(self, key: Key, module: nn.Module) -> int:
+        """What convolutions of such a call are to leave of the budget, as they did when timed."""
+        known, budget = self._known.get(module, {}).get(key), self._policy.budget.device_bytes
+        room = self._hardware.allocator.peak_within(int(self._room.allowed * budget))
+        return budget - room if known is not None and known.raced else 0
 
     def is_cut(self, key: Key, module: nn.Module) -> bool:
         """Whether calls of a kind run in slices."""
@@ -271,15 +270,16 @@ class Cutting:
         begun = perf_counter()
         chosen = self._beside.chosen(searches, call.trace, copies, race)
         took = format_seconds(perf_counter() - begun)
-        if chosen is None or not chosen.sections:
-            _log.info("found none in %s" if chosen is None else "faster whole, seen in %s", took)
-            self.refused = tuple(dict.fromkeys(call.refused.values())) if chosen is None else ()
+        if chosen is None:
+            self.refused = tuple(dict.fromkeys(call.refused.values()))
+            _log.info("found none in %s", took)
             return False
-        _log.info("found slices in %s", took)
-        self._raced |= race is not None
-        module, sections = call.module, chosen.sections
-        decided = Decided(sections, flags_of(module, sections), chosen.state_bytes)
+        module, (sections, state) = call.module, chosen
+        decided = Decided(sections, flags_of(module, sections), state, race is not None)
         self._known.setdefault(module, {})[key] = decided
+        _log.info("found slices in %s" if sections else "faster whole, seen in %s", took)
+        if not sections:
+            return False
         self._said[id(module)] = [sentence(section) for section in sections]
         self._wrap(module, sections)
         return True

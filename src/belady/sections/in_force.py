@@ -23,11 +23,14 @@ class Decided(NamedTuple):
         Those of its modules that they were tried under.
     state_bytes
         What of an optimizer's state they leave room for.
+    raced
+        Whether they, or that there are none, were chosen by how long convolutions take.
     """
 
     sections: Sections
     flags: tuple[object, ...]
     state_bytes: int = 0
+    raced: bool = False
 
 
 class InForce(NamedTuple):

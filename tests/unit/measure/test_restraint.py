@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,12 +27,19 @@ class Cap:
     """Stands for the limit on a device's memory."""
 
     def __init__(self) -> None:
-        self.kept_back = 0
         self.asked: list[int] = []
+        self.fails = False
+        self._kept: dict[int, int] = {}
 
     def __call__(self, device: torch.device, owner: object, nbytes: int) -> None:
         self.asked.append(nbytes)
-        self.kept_back = nbytes
+        self._kept[id(owner)] = nbytes
+        if self.fails and nbytes:
+            raise RuntimeError("no such device")
+
+    @property
+    def kept_back(self) -> int:
+        return sum(self._kept.values())
 
 
 def convolved(issue: Any) -> torch.Tensor:
@@ -49,6 +57,15 @@ def test_a_convolution_leaves_room_and_gives_it_back() -> None:
     assert torch.equal(result, convolved(restraint.at_once))
 
 
+def test_so_does_its_backward() -> None:
+    cap = Cap()
+    images, weight = torch.rand(2, 3, 8, 8), torch.rand(4, 3, 3, 3)
+    rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+    backward = torch.ops.aten.convolution_backward.default
+    Restrained(CPU, LESS, cap)(backward, (torch.rand(2, 4, 6, 6), images, weight, None, *rest), {})
+    assert cap.asked == [LESS, 0]
+
+
 def test_other_ops_take_what_there_is() -> None:
     cap = Cap()
     x = torch.rand(3)
@@ -56,13 +73,23 @@ def test_other_ops_take_what_there_is() -> None:
     assert not cap.asked
 
 
-def test_where_the_room_is_too_little_all_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("GET was unable to find an engine to execute this computation"),
+    ],
+)
+def test_where_the_room_is_too_little_all_of_it_is_taken(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cap, seen = Cap(), []
 
     def short(*args: Any) -> str:
         seen.append(cap.kept_back)
         if cap.kept_back:
-            raise torch.OutOfMemoryError("too little")
+            raise error
         return "done"
 
     monkeypatch.setattr(restraint, "_CONVOLUTIONS", frozenset([short]))
@@ -71,15 +98,28 @@ def test_where_the_room_is_too_little_all_of_it_is_taken(monkeypatch: pytest.Mon
     assert cap.kept_back == 0
 
 
-def test_an_error_of_the_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    cap = Cap()
+@pytest.mark.parametrize("error", [RuntimeError("wrong sizes"), KeyboardInterrupt()])
+def test_another_error_of_the_call_is_told_at_once(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cap, calls = Cap(), []
 
     def wrong() -> None:
-        raise RuntimeError("wrong sizes")
+        calls.append(cap.kept_back)
+        raise error
 
     monkeypatch.setattr(restraint, "_CONVOLUTIONS", frozenset([wrong]))
-    with pytest.raises(RuntimeError, match="wrong sizes"):
+    with pytest.raises(type(error)):
         Restrained(CPU, LESS, cap)(wrong, (), {})
+    assert calls == [LESS]
+    assert cap.kept_back == 0
+
+
+def test_what_could_not_be_kept_back_is_given_back() -> None:
+    cap = Cap()
+    cap.fails = True
+    with pytest.raises(RuntimeError, match="no such device"):
+        convolved(Restrained(CPU, LESS, cap))
     assert cap.kept_back == 0
 
 
@@ -87,7 +127,7 @@ def test_an_error_of_the_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_where_slices_were_raced_and_only_while_observed(
     raced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     cap = Cap()
     monkeypatch.setattr(Restrained.__init__, "__defaults__", (cap,))
     monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15 if raced else 0.0)
@@ -98,7 +138,7 @@ def test_only_where_slices_were_raced_and_only_while_observed(
     net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(8), nn.Flatten())
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     x = torch.rand(32, 3, 32, 32)
-    asked, phases = [], []
+    asked, phases = [0], []
     with belady.virtualize(net, BUDGET) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
         for _ in range(10):
@@ -107,10 +147,14 @@ def test_only_where_slices_were_raced_and_only_while_observed(
             optimizer.zero_grad()
             asked.append(len(cap.asked))
         assert "slices along the batch" in vm.report()
-    observed = sum(phase in ("warm-up", "observed") for phase in phases)
+        # Another kind of iteration, which fits as it is.
+        net(x[:2]).square().mean().backward()
+        optimizer.step()
+        assert len(cap.asked) == asked[-1]
+    observed = sum(phase in ("warm-up", "observed") for phase in phases[:10])
     assert 0 < observed < 10
-    assert (asked[observed - 1] > 0) is raced
+    each = [after > before for before, after in pairwise(asked)]
+    assert each == [raced and number < observed for number in range(10)]
     left = BUDGET - allocator.peak_within(BUDGET)
     assert set(cap.asked) == ({0, left} if raced else set())
     assert cap.kept_back == 0
-    assert asked[-1] == asked[observed - 1]

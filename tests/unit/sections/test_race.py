@@ -577,10 +577,17 @@ def test_what_fits_but_for_workspaces_runs_whole_where_that_is_faster(
     trials = Trials({samples: 0.1}, monkeypatch)
     net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
     search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
-    parts = Cutting(Policy("auto", Budget(int(1.2 * search._needed(())[0]))), gpu(), CPU)
+    budget, allocator = int(1.26 * search._needed(())[0]), Allocator(1, 0.05, 0)
+    parts = Cutting(Policy("auto", Budget(budget)), replace(gpu(), allocator=allocator), CPU)
     assert parts.cut_for_workspaces(KEY, net, call) == cuts
     assert SAMPLES in {size for size, _ in trials.asked}
     assert (net in parts) == cuts
+    # Whole or not, it was timed beside a margin.
+    left = budget - allocator.peak_within(budget)
+    assert parts.leaves_bytes(KEY, net) == left > 0
+    assert parts.leaves_bytes((1,), net) == parts.leaves_bytes(KEY, nn.Linear(1, 1)) == 0
+    parts.leave(budget // 4)
+    assert parts.leaves_bytes(KEY, net) > budget // 4
 
 
 @pytest.mark.parametrize(("net", "searches"), [(model(), 2), (nn.Sequential(nn.Linear(32, 4)), 1)])
