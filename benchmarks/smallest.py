@@ -67,8 +67,7 @@ class Search:
             self.high = cap
             return True
         self.low, least = cap, failed.least_bytes
-        if not self.high or least <= self.high:
-            self.stated = max(self.stated, int(least / _STATED))
+        self.stated = max(self.stated, int(least / _STATED))
         # What a failure states is no news twice.
         if least > cap and least not in [trial.cap_bytes for trial in self.trials]:
             self.passes(least)

@@ -53,7 +53,7 @@ def test_what_a_method_states_is_found_too(
 @pytest.mark.parametrize("stated", [1_234_567, 1_300_000])
 def test_what_a_method_states_is_tried_next_and_narrows_the_search(stated: int) -> None:
     refusal = Failure("too small", stated)
-    found = smallest_cap(lambda cap: None if cap >= 1_234_567 else refusal, 10_000, 9_000_000)
+    found = smallest_cap(lambda cap: None if cap >= 1_234_567 else refusal, 10_000, 8_000_000)
     caps = [trial.cap_bytes for trial in found.trials]
     first = next(at for at, trial in enumerate(found.trials) if trial.failed)
     assert caps[first + 1] == stated
@@ -84,4 +84,4 @@ def test_what_a_method_states_too_high_is_found_out(stated: int, guesses: list[i
     assert needed <= found.high <= 1.03 * needed
     assert found.low < needed
     caps = [trial.cap_bytes for trial in found.trials]
-    assert len(caps) == len(set(caps))
+    assert len(caps) == len(set(caps)) < 14

@@ -99,10 +99,17 @@ def test_what_a_trial_says(
 
     monkeypatch.setattr(trials, "retries_so_far", lambda: 0)
     monkeypatch.setattr(trials, "tidy", lambda *_: None)
-    monkeypatch.setattr(trials, "settled_peak", lambda *_: {"allocation_retries": 3})
+    settled: list[int] = []
+
+    def settled_peak(_session: Session, iterations: int) -> dict[str, int]:
+        settled.append(iterations)
+        return {"allocation_retries": 3}
+
+    monkeypatch.setattr(trials, "settled_peak", settled_peak)
     failed = trials.trial(session.work, opener, 1 << 30)
     assert (failed and failed.why) == said
     assert session.__dict__["ended"] == ended
+    assert bool(settled) == (said == "3 retries")
 
 
 @pytest.mark.parametrize("method", ["belady:auto", "belady-graph:auto"])
