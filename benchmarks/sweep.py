@@ -126,12 +126,9 @@ class Sweep:
 
     def _is_ready(self, group: Group) -> bool:
         needed = {case.cap_of(case.peer) for case in group if case.peer}
-        at_work = (
-            case for it in (*self._pending, *self._running) if it is not group for case in it
-        )
-        return not any(
-            case.budget == "smallest" and case.cap_of(case.method) in needed for case in at_work
-        )
+        # Who finds a cap comes first, see `after_caps`, and so is at it or done.
+        finders = (case for it in self._running for case in it if case.budget == "smallest")
+        return not any(case.cap_of(case.method) in needed for case in finders)
 
     def _measure(self, group: Group, gpu: str | None) -> None:
         remaining = group

@@ -284,8 +284,11 @@ def test_what_goes_wrong_ends_a_sweep(
 ) -> None:
     begun = []
 
-    def measured(cases: list[Case], *_: Any) -> None:
+    def measured(cases: list[Case], *_: Any) -> tuple[Any, None]:
         begun.append(cases)
+        if len(begun) > 1:
+            time.sleep(0.5)
+            return [], None
         raise ValueError("the disk is full")
 
     monkeypatch.setattr(sweep, "measure", measured)
@@ -325,13 +328,13 @@ def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
     begun = []
 
     def measured(cases: list[Case], *_: Any) -> tuple[Any, None]:
-        begun.append(cases[0].workload)
-        return cases[1:], None
+        begun.extend(cases)
+        return [], None
 
     monkeypatch.setattr(sweep, "measure", measured)
     monkeypatch.setattr(sweep, "here", lambda _device: here)
     known = tmp_path / "known.jsonl"
-    took = {"vgg19": (1.0, 1000.0, 1000.0), "alexnet": (1000.0, 1.0, 1.0)}
+    took = {"vgg19": (1.0, 1000.0, 1000.0), "alexnet": (1000.0, 1.0, 1.0, 1.0)}
     records.write(
         known,
         [
@@ -341,8 +344,15 @@ def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
         ],
     )
     cases = [Case(net, "checkpoint", device="cpu") for net in took]
-    sweep.execute(cases, _arguments(tmp_path, [known]), 60)
-    assert begun == ["alexnet"]
+    # One whose like took that long, and of two that share a process the second.
+    cases.append(Case("alexnet", "plain", device="cpu", round=3))
+    both = [
+        Case("alexnet", "belady:auto", share, device="cpu", shared=True) for share in ("9%", "8%")
+    ]
+    slow = both[0].as_json() | here | {"wall_seconds": 1000.0}
+    records.append(known, replace(both[0], round=1).as_json() | slow | {"round": 1})
+    sweep.execute([*cases, *both], _arguments(tmp_path, [known]), 60)
+    assert begun == [cases[1], both[1]]
 
 
 def test_without_a_device_nothing_is_recorded(

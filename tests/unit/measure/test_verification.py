@@ -148,8 +148,9 @@ QUICK, SLOW = with_links_of(10.0 * MIB), with_links_of(0.02 * MIB)
 
 @pytest.mark.parametrize(("budget", "margin"), [(6.0, 1.0), (3.6, 0.6), (2.5, None)])
 def test_of_a_wider_margin_as_much_is_tried_as_there_is_room_for(
-    budget: float, margin: float | None
+    budget: float, margin: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "belady")
     verification = Verification(Policy("lifetime", Budget(int(budget * MIB))), QUICK)
     trial = verification.first(BIG)
     peak = trial.plan.predicted_peak_bytes
@@ -161,6 +162,11 @@ def test_of_a_wider_margin_as_much_is_tried_as_there_is_room_for(
         BIG, [verification.verified(trial, BIG, measured, samples)], samples
     )
     assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin
+    said = [it.getMessage() for it in caplog.records]
+    assert "measured 16.0 s an iteration, and 3 flushes of the allocator's cache" in said
+    widened = [it for it in verification.notes if it.startswith("under a margin of")]
+    assert [it.rpartition("tried ")[2] for it in widened] == ([f"{margin:.0%}"] if margin else [])
+    assert set(widened) <= set(said)
 
 
 @pytest.mark.parametrize(("seconds", "tried"), [(1e9, True), (1.0, False)])
