@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +47,9 @@ def test_who_is_ended_leaves_no_process_that_measures(
     command = [sys.executable, "-m", "benchmarks", "run", str(tmp_path / "out.jsonl"), "--toy"]
     command += ["--precision", "fp32", "--repeats", "1000000", "--at-once", at_once]
     child: psutil.Process | None = None
-    with subprocess.Popen(command, cwd=ROOT) as runs:
+    # What is started in the background by a shell has Ctrl-C ignored, and so would its children.
+    heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=heard) as runs:
         try:
             child = awaited(lambda: measuring(runs.pid))
             # By then it iterates.
