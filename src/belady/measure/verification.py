@@ -147,7 +147,7 @@ class Verification:
     ) -> Trial:
         """The trial with what was measured, on the machine as it showed itself."""
         _log.info(
-            "measured %s an iteration, and %d flushes of the allocator's cache",
+            "measured %s an iteration; flushes of the allocator's cache: %d",
             format_seconds(measured.seconds),
             measured.allocation_retries,
         )

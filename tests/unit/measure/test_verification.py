@@ -163,7 +163,7 @@ def test_of_a_wider_margin_as_much_is_tried_as_there_is_room_for(
     )
     assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin
     said = [it.getMessage() for it in caplog.records]
-    assert "measured 16.0 s an iteration, and 3 flushes of the allocator's cache" in said
+    assert "measured 16.0 s an iteration; flushes of the allocator's cache: 3" in said
     widened = [it for it in verification.notes if it.startswith("under a margin of")]
     assert [it.rpartition("tried ")[2] for it in widened] == ([f"{margin:.0%}"] if margin else [])
     assert set(widened) <= set(said)
