@@ -248,8 +248,8 @@ class _Bench:
         if self.case.method.startswith(OWN):
             high = self._own()
             # With nothing lost between blocks: near what does, unless slices lower it.
-            stated = self._observed().hardware.allocator
-            guesses = [high, self._stated(replace(stated, margin_fraction=0.0, margin_bytes=0))]
+            allocator = self._observed().hardware.allocator
+            guesses = [high, self._stated(replace(allocator, margin_fraction=0.0, margin_bytes=0))]
         else:
             with opener(None) as it:
                 it.warm_up()

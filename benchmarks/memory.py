@@ -9,17 +9,13 @@ import torch
 
 import belady
 from belady.errors import InfeasibleBudgetError, ReplayError
+from belady.memory.allowance import ran_out
 from benchmarks.workloads import Workload
-
-# Libraries have words of their own for an allocation that torch refused them.
-_STARVED = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
 
 
 def starved(error: BaseException) -> bool:
     """Whether an error says that memory was too little."""
-    if isinstance(error, torch.OutOfMemoryError | belady.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _STARVED)
+    return isinstance(error, belady.OutOfMemoryError) or ran_out(error)
 
 
 def too_little(error: BaseException) -> bool:

@@ -18,7 +18,6 @@ from benchmarks.processes import grouped, here, measure
 from benchmarks.saying import line
 
 Group = list[Case]
-_WAIT = 0.5  # seconds after which a main thread that waits looks for Ctrl-C
 
 
 def execute(cases: Sequence[Case], arguments: argparse.Namespace, limit_s: float) -> int:
@@ -83,8 +82,8 @@ class Sweep:
         for lane in lanes:
             lane.start()
         try:
-            while any(lane.is_alive() for lane in lanes):
-                next(lane for lane in lanes if lane.is_alive()).join(_WAIT)
+            for lane in lanes:
+                lane.join()
         finally:
             # After Ctrl-C no lane is to begin another group; processes end with this one.
             self._stop()
@@ -188,7 +187,7 @@ def _gpus(count: int) -> list[str | None]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(it) for it in range(torch.cuda.device_count())]
     if len(names) < count:
-        raise GivenError(f"--at-once {count}: there are {len(names)} GPUs here")
+        raise GivenError(f"--at-once {count}: at most {len(names)}, as each needs a GPU of its own")
     return list(names[:count])
 
 
@@ -225,7 +224,7 @@ def _capped(
     ready = []
     for case in cases:
         if case.peer and case.cap_of(case.peer) not in passed:
-            print(f"left out, as {case.peer} passed no cap: {label(case)}")
+            print(f"left out, as there is no cap of {case.peer}: {label(case)}")
         else:
             ready.append(case)
     return ready, passed

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from benchmarks.suites import SUITES
 from tests.benchmarks.ended import status_of
 
 ROOT = Path(__file__).parents[2]
+# What records of this machine say of it, where processes are only played.
+HERE = {"device_name": "a device", "torch": "2"}
 
 
 def benchmarks(*arguments: object) -> str:
@@ -127,7 +129,7 @@ def test_all_of_it_at_toy_size(
     assert status_of([*map(str, arguments)], monkeypatch) == 0
     again = capsys.readouterr().out
     assert "are on record" in again
-    assert "left out, as trl passed no cap: vgg19" in again
+    assert "left out, as there is no cap of trl: vgg19" in again
     assert records.read(out) == found
 
 
@@ -154,17 +156,15 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
-    about = {"device_name": "a device", "torch": "2"}
 
     def measured(
         cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
     ) -> tuple[Any, None]:
         told.append(dict(known["caps"]))
-        keep(cases[0].as_json() | about | {"outcome": "ok", "budget_bytes": 7})
+        keep(cases[0].as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
         return cases[1:], None
 
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: about)
+    _stand_in(measured, monkeypatch)
     case = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
     arguments = _arguments(tmp_path)
     for _ in range(2):
@@ -179,7 +179,6 @@ def test_what_another_machine_measured_is_measured_here_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
-    here = {"device_name": "a device", "torch": "2"}
 
     def measured(
         cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
@@ -189,23 +188,22 @@ def test_what_another_machine_measured_is_measured_here_too(
         assert 5 not in known["caps"].values()
         if cases[0].method == "plain":
             return cases, "the process ended with -9"
-        keep(cases[0].as_json() | here | {"outcome": "ok", "budget_bytes": 7})
+        keep(cases[0].as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
         return cases[1:], None
 
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: here)
+    _stand_in(measured, monkeypatch)
     cases = [
         Case("vgg19", "checkpoint", "smallest", device="cpu"),
         Case("vgg19", "plain", device="cpu"),
     ]
     arguments = _arguments(tmp_path)
-    others = [here | {"torch": "1"}, here | {"device_name": "another"}, {}]
+    others = [HERE | {"torch": "1"}, HERE | {"device_name": "another"}, {}]
     cap = {"outcome": "ok", "budget_bytes": 5, "plain_digest": "of elsewhere"}
     records.write(arguments.out, [case.as_json() | it | cap for it in others for case in cases])
     sweep.execute(cases, arguments, 60)
     assert "2 of 2 are on record" in capsys.readouterr().out
     assert asked == ["checkpoint", "plain"]
-    assert all(here.items() <= it.items() for it in records.read(arguments.out)[-2:])
+    assert all(HERE.items() <= it.items() for it in records.read(arguments.out)[-2:])
     sweep.execute(cases, arguments, 60)
     assert asked == ["checkpoint", "plain"]
 
@@ -214,24 +212,22 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
-    here = {"device_name": "a device", "torch": "2"}
 
     def measured(
         cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
     ) -> tuple[Any, None]:
         told.append((cases[0], dict(known["caps"]), dict(known["references"])))
-        keep(cases[0].as_json() | here | {"outcome": "ok"})
+        keep(cases[0].as_json() | HERE | {"outcome": "ok"})
         return cases[1:], None
 
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: here)
+    _stand_in(measured, monkeypatch)
     cap = Case("vgg19", "checkpoint", "smallest", device="cpu")
     plain = Case("vgg19", "plain", device="cpu")
     ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
     known = [tmp_path / "one.jsonl", tmp_path / "other.jsonl"]
-    records.write(known[0], [cap.as_json() | here | {"outcome": "ok", "budget_bytes": 7}])
-    digest = here | {"outcome": "ok", "plain_digest": "bits"}
-    elsewhere = cap.as_json() | here | {"torch": "1", "outcome": "ok", "budget_bytes": 5}
+    records.write(known[0], [cap.as_json() | HERE | {"outcome": "ok", "budget_bytes": 7}])
+    digest = HERE | {"outcome": "ok", "plain_digest": "bits"}
+    elsewhere = cap.as_json() | HERE | {"torch": "1", "outcome": "ok", "budget_bytes": 5}
     records.write(known[1], [plain.as_json() | digest, elsewhere])
     arguments = _arguments(tmp_path, known)
     sweep.execute([cap, plain, ours], arguments, 60)
@@ -245,7 +241,6 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
 def test_several_at_once_wait_for_caps_and_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = {"device_name": "a device", "torch": "2"}
     cap = Case("vgg19", "checkpoint", "smallest", device="cpu")
     plain = Case("vgg19", "plain", device="cpu")
     ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
@@ -264,11 +259,10 @@ def test_several_at_once_wait_for_caps_and_say_so(
             going.set()
         elif case == plain:
             both.wait()
-        keep(case.as_json() | here | {"outcome": "ok", "budget_bytes": 7})
+        keep(case.as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
         return [], None
 
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: here)
+    _stand_in(measured, monkeypatch)
     arguments = _arguments(tmp_path, at_once=2)
     assert sweep.execute([cap, ours, plain, other], arguments, 60) == 0
     found = records.read(arguments.out)
@@ -291,8 +285,7 @@ def test_what_goes_wrong_ends_a_sweep(
             return [], None
         raise ValueError("the disk is full")
 
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: {"device_name": "a device", "torch": "2"})
+    _stand_in(measured, monkeypatch)
     cases = [Case("vgg19", "plain", device="cpu", round=number) for number in range(9)]
     with pytest.raises(ValueError, match="the disk is full"):
         sweep.execute(cases, _arguments(tmp_path, at_once=at_once), 60)
@@ -302,7 +295,6 @@ def test_what_goes_wrong_ends_a_sweep(
 def test_each_of_several_at_once_has_a_gpu_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = {"device_name": "a device", "torch": "2"}
     both, seen = threading.Barrier(2, timeout=20), []
 
     def measured(_cases: Any, _known: Any, _s: float, _keep: Any, gpu: Any) -> tuple[Any, None]:
@@ -310,35 +302,33 @@ def test_each_of_several_at_once_has_a_gpu_of_its_own(
         seen.append(gpu)
         return [], None
 
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: here)
+    _stand_in(measured, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     cases = [Case("vgg19", "plain", round=number) for number in range(2)]
     sweep.execute(cases, _arguments(tmp_path, at_once=2), 60)
     assert sorted(seen) == ["3", "5"]
-    with pytest.raises(GivenError, match="there are 2 GPUs here"):
+    with pytest.raises(GivenError, match="at most 2"):
         sweep.execute(cases, _arguments(tmp_path, at_once=3), 60)
 
 
 def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = {"device_name": "a device", "torch": "2", "device": "cpu", "outcome": "ok"}
+    about = HERE | {"device": "cpu", "outcome": "ok"}
     begun = []
 
     def measured(cases: list[Case], *_: Any) -> tuple[Any, None]:
         begun.extend(cases)
         return [], None
 
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: here)
+    _stand_in(measured, monkeypatch)
     known = tmp_path / "known.jsonl"
     took = {"vgg19": (1.0, 1000.0, 1000.0), "alexnet": (1000.0, 1.0, 1.0, 1.0)}
     records.write(
         known,
         [
-            Case(net, "plain", device="cpu", round=number).as_json() | here | {"wall_seconds": it}
+            Case(net, "plain", device="cpu", round=number).as_json() | about | {"wall_seconds": it}
             for net, all_of_it in took.items()
             for number, it in enumerate(all_of_it)
         ],
@@ -349,7 +339,7 @@ def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
     both = [
         Case("alexnet", "belady:auto", share, device="cpu", shared=True) for share in ("9%", "8%")
     ]
-    slow = both[0].as_json() | here | {"wall_seconds": 1000.0}
+    slow = both[0].as_json() | about | {"wall_seconds": 1000.0}
     records.append(known, replace(both[0], round=1).as_json() | slow | {"round": 1})
     sweep.execute([*cases, *both], _arguments(tmp_path, [known]), 60)
     assert begun == [cases[1], both[1]]
@@ -377,6 +367,12 @@ def test_a_line_says_what_is_known() -> None:
 def test_the_page_names_every_suite() -> None:
     text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     assert all(f"| `{name}` |" in text for name in SUITES)
+
+
+def _stand_in(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``measured`` be what measures, here."""
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: HERE)
 
 
 def _arguments(tmp_path: Path, known: Sequence[Path] = (), at_once: int = 1) -> argparse.Namespace:

@@ -4,38 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import trials
 from benchmarks.methods import Session, opened
+from benchmarks.peers import Applied
 from benchmarks.trials import Calm
 from benchmarks.workloads import WORKLOADS, Setting
 
-# Of `_Session.told`: of a peer nothing is.
+# Of a peer nothing is told.
 _PEER = ""
 
 
-class _Session(Session):
+_NAMES = {"-": "observed", "f": "first planned", "v": "verified", "s": "steady"}
+
+
+@dataclass
+class _Iterations:
     """Iterations whose phases are told some iterations late, and of which one may fail."""
 
-    def __init__(self, told: str, late: int = 1, fails: int = 1000) -> None:
-        super().__init__(_work(), None, lambda count: count >= 20, dict)  # type: ignore[arg-type]
-        self.__dict__.update(told=told, late=late, fails=fails, ended=0, phases=self._phases)
+    told: str
+    late: int = 1
+    fails: int = 1000
+    ended: int = 0
+
+    def phases(self) -> list[str]:
+        return [_NAMES[it] for it in self.told[: max(0, self.ended - self.late)]]
+
+    def run(self) -> None:
+        self.ended += 1
+        if self.ended >= self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@dataclass(frozen=True)
+class _Session(Session):
+    iterations: _Iterations = field(default_factory=lambda: _Iterations(""))
 
     def iterate(self, count: int) -> list[float]:
-        self.__dict__["ended"] += count
-        if self.__dict__["ended"] >= self.__dict__["fails"]:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        for _ in range(count):
+            self.iterations.run()
         return [0.0] * count
 
-    def _phases(self) -> list[str]:
-        names = {"-": "observed", "f": "first planned", "v": "verified", "s": "steady"}
-        known = self.__dict__["told"][: max(0, self.__dict__["ended"] - self.__dict__["late"])]
-        return [names[it] for it in known]
+
+def session_of(iterations: _Iterations) -> Session:
+    """A session that is settled after 20 iterations."""
+    applied = Applied(nn.Identity())
+    told = iterations.phases
+    return _Session(_work(), applied, lambda count: count >= 20, dict, None, told, iterations)
 
 
 def _work() -> Any:
@@ -60,22 +82,22 @@ def _work() -> Any:
 def test_a_trial_ends_once_a_plan_kept_to_the_cap(
     told: str, retries: str, ends: int | None, late: int
 ) -> None:
-    session, total = _Session(told, late), 0
-    calm = Calm(session, lambda: total)
+    iterations, total = _Iterations(told, late), 0
+    calm = Calm(session_of(iterations), lambda: total)
     found = None
     for number, more in enumerate(retries + "0" * late, 1):
         total += int(more)
-        session.iterate(1)
+        iterations.run()
         if calm() and found is None:
             found = number
     assert found == (None if ends is None else ends + late)
 
 
 def test_without_an_allocator_that_keeps_to_a_cap_it_goes_on() -> None:
-    session = _Session("vvvv")
-    calm = Calm(session, None)
+    iterations = _Iterations("vvvv")
+    calm = Calm(session_of(iterations), None)
     for _ in range(6):
-        session.iterate(1)
+        iterations.run()
         assert not calm()
 
 
@@ -91,7 +113,8 @@ def test_without_an_allocator_that_keeps_to_a_cap_it_goes_on() -> None:
 def test_what_a_trial_says(
     told: str, fails: int, ended: int, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = _Session(told, fails=fails)
+    iterations = _Iterations(told, fails=fails)
+    session = session_of(iterations)
 
     @contextmanager
     def opener(_cap: int | None) -> Iterator[Session]:
@@ -108,7 +131,7 @@ def test_what_a_trial_says(
     monkeypatch.setattr(trials, "settled_peak", settled_peak)
     failed = trials.trial(session.work, opener, 1 << 30)
     assert (failed and failed.why) == said
-    assert session.__dict__["ended"] == ended
+    assert iterations.ended == ended
     assert bool(settled) == (said == "3 retries")
 
 

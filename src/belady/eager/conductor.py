@@ -146,7 +146,7 @@ class Conductor:
             self._find_lasting(kind)
         else:
             self._leave_gradients()
-        observation = self._observation(kind, self._admission.leaves_bytes(key, module))
+        observation = self._observation(kind, key, module)
         if kind.engine is not None:
             kind.engine.on_bring = None if observation is None else observation.brought
         expected = kind.passes if kind.trial is not None else ()
@@ -253,14 +253,14 @@ class Conductor:
         """Whether measured peaks kept to the budget; None before anything was verified."""
         return all_kept(self._kinds.values())
 
-    def _observation(self, kind: Kind, leaves_bytes: int) -> Observation | None:
+    def _observation(self, kind: Kind, key: Key, module: torch.nn.Module) -> Observation | None:
         device = self.carrier.device
         if kind.watched:
             learns = kind.stage is Stage.TIMED and self._planning.may_replay()
             trials = Trials(Learner(kind.varying), clock_for(device)) if learns else None
             observation = Observation(device, clock_for(device), self._modules, trials)
-            if leaves_bytes:
-                observation.recorder.issue = Restrained(device, leaves_bytes)
+            if leaves := self._admission.leaves_bytes(key, module):
+                observation.recorder.issue = Restrained(device, leaves)
             if kind.stage is Stage.TIMED and self._asks_workspace():
                 least = self._policy.budget.device_bytes // _MATTERS
                 observation.recorder.algorithms = Algorithms(device, clock_for(device), least)

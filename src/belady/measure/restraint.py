@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+from belady.memory.allowance import ran_out
 from belady.memory.cap import keep_back
 
 _CONVOLUTIONS = frozenset(
     (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 )
-# What torch and cuDNN say where memory is too little for a convolution.
-_TOO_LITTLE = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
 KeepBack = Callable[[torch.device, object, int], None]
 Issue = Callable[[Any, tuple[Any, ...], Any], Any]
 
@@ -48,7 +47,7 @@ class Restrained:
         try:
             return self._with_less(func, args, kwargs)
         except RuntimeError as error:
-            if not any(words in str(error) for words in _TOO_LITTLE):
+            if not ran_out(error):
                 raise
         return func(*args, **kwargs)
 

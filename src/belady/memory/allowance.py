@@ -15,6 +15,16 @@ import torch
 
 from belady.memory.cap import PAGE_BYTES
 
+# Libraries have words of their own for an allocation that torch refused them.
+_RAN_OUT = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that the device ran out of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _RAN_OUT)
+
 
 @contextmanager
 def allowance(device: torch.device, nbytes: int) -> Iterator[None]:
