@@ -21,6 +21,9 @@ SIMULATED = "founders-simulated"
 _OF = "%:"
 # Exit status of a process that lost its device: the cases left need a new one.
 LOST = 75
+# Outcome of a search that has found a cap, which is then measured in a process of its own: what
+# libraries chose while caps failed (cuDNN, with what memory there was) would stay with it.
+FOUND = "found"
 
 
 @dataclass(frozen=True)

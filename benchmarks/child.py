@@ -30,7 +30,7 @@ from belady.measure.corrections import faster
 from belady.planners import smallest_budget
 from belady.simulate import bound
 from belady.units import parse_bytes
-from benchmarks.cases import BOUND, LOST, OWN, Case, Record, from_json
+from benchmarks.cases import BOUND, FOUND, LOST, OWN, Case, Record, from_json
 from benchmarks.equality import equality
 from benchmarks.measure import kept, settled_peak, timed
 from benchmarks.memory import starved, tidy, too_little
@@ -102,7 +102,7 @@ def _end_with(descriptor: int) -> None:
 def _outcome(case: Case, known: Known) -> Record:
     """Whatever happens is a result."""
     try:
-        return _Bench(case, known).run() | {"outcome": "ok"}
+        return {"outcome": "ok"} | _Bench(case, known).run()
     except AbsentError as error:
         return {"outcome": "absent", "error": str(error)}
     except belady.InfeasibleBudgetError as error:
@@ -132,7 +132,7 @@ class _Bench:
         self._setting.apply()
 
     def run(self) -> Record:
-        """Measure time and peaks, then equality, each on a workload made anew."""
+        """Measure time and peaks, then equality, each on a workload made anew; or find a cap."""
         tidy(None)  # what the case before has left in cycles would count as the user's own
         if self.case.method == BOUND:
             return self._bound()
@@ -147,11 +147,10 @@ class _Bench:
         # Before the workload is made: one that has run has an optimizer's state, between holes.
         cap = None if searched else self._cap()
         work = self._make()
-        record: Record = {}
         with opened(work, self.case.method) as opener:
             if searched:
-                cap, record = self._smallest(work, opener)
-            record |= self._measured(work, opener, cap)
+                return self._smallest(work, opener) | {"outcome": FOUND}
+            record = self._measured(work, opener, cap)
         if self.case.method in PEERS:
             record["source"] = PEERS[self.case.method].source
         del work, opener
@@ -244,7 +243,7 @@ class _Bench:
             tidy(None)
         return self._known.plain_peaks[name]
 
-    def _smallest(self, work: Workload, opener: Opener) -> tuple[int, Record]:
+    def _smallest(self, work: Workload, opener: Opener) -> Record:
         if self.case.method.startswith(OWN):
             high = self._own()
             # With nothing lost between blocks: near what does, unless slices lower it.
@@ -264,7 +263,7 @@ class _Bench:
         trials = [[trial.cap_bytes, trial.failed] for trial in found.trials]
         if not found.high:
             raise torch.OutOfMemoryError(f"no cap passed: {trials}")
-        return found.high, {"trials": trials}
+        return {"budget_bytes": found.high, "trials": trials}
 
     def _measured(self, work: Workload, opener: Opener, cap: int | None) -> Record:
         """Time and peaks; a cap may grow by a few steps.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.cases import LOST, Case, Record
+from benchmarks.cases import FOUND, LOST, Case, Record
 from benchmarks.errors import GivenError
 
 ROOT = Path(__file__).parents[1]
@@ -70,9 +70,10 @@ def measure(
     Returns
     -------
     tuple
-        The cases without a record, and how the process ended if one of them ended it.
+        The cases that are not measured yet, and how the process ended if the first of them ended
+        it. Last are those of which it has found the caps.
     """
-    todo = list(cases)
+    todo, found = list(cases), list[Case]()
     request = {"cases": [case.as_json() for case in cases], **known}
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.child"],
@@ -101,8 +102,10 @@ def measure(
             _ask(child.stdin, json.dumps(request))
             for line in child.stdout or ():
                 if line.startswith('{"workload"'):
-                    keep(json.loads(line))
-                    todo.pop(0)
+                    record, case = json.loads(line), todo.pop(0)
+                    keep(record)
+                    if record["outcome"] == FOUND:
+                        found.append(case)
             child.wait()
         finally:
             killer.cancel()
@@ -112,7 +115,7 @@ def measure(
     limit = f"was ended after {seconds:.0f} s, its limit (--case-limit-s)"
     why = limit if late.is_set() else f"ended with {status}"
     ended = f"the process {why}: {''.join(said)[-_ERROR_END:]}"
-    return todo, ended if todo and status != LOST else None
+    return [*todo, *found], ended if todo and status != LOST else None
 
 
 def _pass_on(told: IO[str], said: deque[str]) -> None:

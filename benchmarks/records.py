@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from belady.ir import files
-from benchmarks.cases import Record, from_json, key_of
+from benchmarks.cases import FOUND, Record, from_json, key_of
 from benchmarks.errors import GivenError
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,8 +55,9 @@ def _parsed(line: bytes) -> Record | None:
 
 
 def committed() -> list[Record]:
-    """All committed records, in order of file and line."""
-    return [record for file in sorted(RESULTS.glob("*.jsonl")) for record in read(file)]
+    """All committed records of what was measured, in order of file and line."""
+    found = [record for file in sorted(RESULTS.glob("*.jsonl")) for record in read(file)]
+    return [record for record in found if record.get("outcome") != FOUND]
 
 
 def append(path: Path, record: Record) -> None:
@@ -86,7 +87,7 @@ def merge(paths: Iterable[Path]) -> list[Record]:
     found: dict[tuple[str, Machine], Record] = {}
     for number, record in enumerate(r for path in paths for r in read(path)):
         name = (key_of(record) or f"without a key {number}", machine(record))
-        if name not in found or found[name].get("outcome") == "crash":
+        if name not in found or found[name].get("outcome") in ("crash", FOUND):
             found[name] = record
     told = {key for key, of in found if of != _NOWHERE}
     return [it for (key, of), it in found.items() if of != _NOWHERE or key not in told]
@@ -98,9 +99,19 @@ def caps(records: Iterable[Record]) -> dict[str, int | None]:
     for record in records:
         if record.get("budget") == "smallest" and key_of(record) is not None:
             name = from_json(record).cap_of(record["method"])
-            passed = record["budget_bytes"] if record["outcome"] == "ok" else None
+            passed = record["budget_bytes"] if record["outcome"] in ("ok", FOUND) else None
             found[name] = found.get(name) or passed
     return found
+
+
+def with_search(record: Record, known: Iterable[Record]) -> Record:
+    """A record of a cap with how that was found, if ``known`` says it."""
+    key = key_of(record)
+    search = next((it for it in known if it.get("outcome") == FOUND and key_of(it) == key), None)
+    if search is None or record.get("outcome") == FOUND:
+        return record
+    seconds = record.get("wall_seconds", 0.0) + search["wall_seconds"]
+    return record | {"wall_seconds": seconds, "trials": search["trials"]}
 
 
 def references(records: Iterable[Record]) -> dict[str, Record]:

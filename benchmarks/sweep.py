@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import records
-from benchmarks.cases import Case, Record, label
+from benchmarks.cases import FOUND, Case, Record, label
 from benchmarks.errors import GivenError
 from benchmarks.processes import grouped, here, measure
 from benchmarks.saying import line
@@ -154,6 +154,7 @@ class Sweep:
         if self._at_once > 1:
             record = record | {"at_once": self._at_once}
         with self._changed:
+            record = records.with_search(record, records.read(self._out))
             records.append(self._out, record)
             print(line(record), flush=True)
 
@@ -200,7 +201,7 @@ def _left(
     """
     known = _of(machines, held)
     cases = after_caps(cases, records.caps(known))
-    done = {records.key_of(record) for record in known}
+    done = {records.key_of(record) for record in known if record.get("outcome") != FOUND}
     todo = [case for case in cases if case.key not in done]
     if len(todo) < len(cases):
         print(f"{len(cases) - len(todo)} of {len(cases)} cases are on record")
@@ -219,7 +220,11 @@ def _of(machines: Mapping[str, Record], held: Iterable[Record]) -> list[Record]:
 def _capped(
     cases: Sequence[Case], caps: Mapping[str, int | None]
 ) -> tuple[list[Case], dict[str, int]]:
-    """The cases but for those whose budget is a share of a cap that there is not, and the caps."""
+    """The cases but for those whose budget is a share of a cap that there is not, and the caps.
+
+    Of several that share a process the largest budget comes first: what cuDNN takes where memory is
+    scarce it would take again where there is more.
+    """
     passed = {name: cap for name, cap in caps.items() if cap is not None}
     ready = []
     for case in cases:
@@ -227,18 +232,26 @@ def _capped(
             print(f"left out, as there is no cap of {case.peer}: {label(case)}")
         else:
             ready.append(case)
+    ready.sort(key=lambda it: -it.share * passed[it.cap_of(it.peer)] if it.peer else 0)
     return ready, passed
 
 
 def _expected(case: Case, known: Iterable[Record]) -> float:
-    """Seconds that the case took before, at most; else the median of its workload's, or of all."""
+    """Seconds that the case took before, at most; else the median of its workload's, or of all.
+
+    That, too, where a cap was searched for and is found.
+    """
     found: dict[tuple[str, ...], list[float]] = {}
+    searched = False
     for record in known:
+        if record.get("outcome") == FOUND:
+            searched |= records.key_of(record) == case.key
+            continue
         seconds = record.get("wall_seconds", 0.0)
         for name in _names(record["workload"], record["method"], record.get("budget", "")):
             found.setdefault(name, []).append(seconds)
     exact, *others = _names(case.workload, case.method, case.budget)
-    if exact in found:
+    if exact in found and not searched:
         return max(found[exact])
     return next((median(found[name]) for name in others if name in found), 0.0)
 

@@ -305,9 +305,10 @@ def taken_by_a_block_that_comes_back(faults: bool) -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("faults", [False, True])
 def test_a_block_really_leaves_the_device(faults: bool) -> None:
-    # Other processes on the device move its free memory too, so the median of a few counts.
-    taken = sorted(taken_by_a_block_that_comes_back(faults) for _ in range(5))
-    assert taken[2] >= 32 * MIB
+    # Other processes on the device move its free memory too, which hides it now and then. Alone, a
+    # block that stays takes nothing however often it is tried.
+    taken = (taken_by_a_block_that_comes_back(faults) for _ in range(9))
+    assert any(it >= 32 * MIB for it in taken)
 
 
 @pytest.mark.gpu
