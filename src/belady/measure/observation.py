@@ -20,7 +20,7 @@ from belady.measure.clock import Clock
 from belady.measure.modules import RootCall, module_paths
 from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
-from belady.measure.sums import in_place
+from belady.measure.sums import only_holder, unwatched
 from belady.measure.trials import Trials
 from belady.memory.contents import Moved, Packed
 
@@ -53,6 +53,8 @@ class Observation:
         trials: Trials | None = None,
     ) -> None:
         self.recorder = Recorder(device, clock, trials)
+        if device.type != "cpu":
+            self.recorder.alone = only_holder(device)
         self.roots: list[str] = []
         self.on_interrupted: Callable[[], None] | None = None
         self._modules = list(modules)
@@ -129,10 +131,7 @@ class Observation:
         )
         unseen = max(0, self._held_before - known) if self._held_before else 0
         trace = assemble(self.recorder, tuple(self.roots), Source.EAGER, unseen)
-        if trace.device == "cpu":
-            # There memory is counted by watching, and so is what the trace says.
-            return trace
-        return in_place(trace, (at for at, op in enumerate(self.recorder.ops) if op.may_sum))
+        return unwatched(trace, self.recorder.ops)
 
     def peak_bytes(self, round_bytes: int) -> int:
         """Most bytes really held during one op, by count of live storages."""

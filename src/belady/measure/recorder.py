@@ -33,7 +33,7 @@ from belady.measure.records import (
     written_arguments,
 )
 from belady.measure.restraint import Issue, at_once
-from belady.measure.sums import may_sum
+from belady.measure.sums import INTO, Holds, may_sum, nobody
 from belady.measure.trials import Trials
 from belady.memory.geometry import shape_of
 
@@ -55,8 +55,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes
     ----------
-    issue
-        Calls an op.
+    issue, alone
+        Calls an op; tells of a sum of gradients whether it may write the first.
     algorithms
         Tries convolutions with less workspace, or None.
     owners
@@ -78,6 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.clock = clock
         self.trials = trials
         self.issue: Issue = at_once
+        self.alone: Holds = nobody
         self.algorithms: Algorithms | None = None
         self.ops: list[RawOp] = []
         self.storages: list[RawStorage] = []
@@ -179,6 +180,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.call is not None and self.call.is_over():
             return func(*args, **kwargs)  # a mode cannot be taken off inside it
         op = self._begin(func, args, kwargs, gap)
+        if op.may_sum and self.alone(args):
+            func, op.name, op.may_sum = INTO, str(INTO), False
         trials = self.trials if op.phase in (Phase.FORWARD, Phase.LOSS) else None
         recipe = trials.draft(func, args, kwargs, self._value_of) if trials is not None else None
         self.clock.start()

@@ -21,6 +21,7 @@ from belady.measure.modules import module_paths
 from belady.measure.observe import assemble
 from belady.measure.recorder import Recorder
 from belady.measure.resized import Resized
+from belady.measure.sums import unwatched
 from belady.measure.untouched import replace_tensors, untouched
 
 
@@ -43,7 +44,7 @@ def static_trace(module: torch.nn.Module, call: tuple[Any, Any], device: torch.d
     """
     recorder = Recorder(device, NoClock())
     record(module, call, recorder)
-    return static_document(module, recorder)
+    return unwatched(static_document(module, recorder), recorder.ops)
 
 
 def static_document(module: torch.nn.Module, recorder: Recorder) -> Trace:

@@ -1,24 +1,33 @@
 """Sums of gradients as autograd makes them where nothing watches: in place.
 
 Where a value has several readers, autograd adds up their gradients, into the first one if it is the
-only holder (PyTorch, torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode it never is, so a
-trace has a tensor more than other iterations have: three gradients at once at every fork of a
-residual network.
+only holder (PyTorch, torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode it asks for a new
+tensor always: three gradients at once at every fork of a residual network. A recorder that knows
+`only_holder` adds in place as well, so that the observed iteration needs no more than others do; in
+a trace of what has not run `in_place` shows the sums so.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
+import torch
 from torch.autograd import graph
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from belady.ir.trace import StorageKind, Trace, Value
+from belady.measure.records import RawOp
 
+INTO = torch.ops.aten.add_.Tensor
 _ADD = "aten.add.Tensor"
-_IN_PLACE = "aten.add_.Tensor"
+_IN_PLACE = str(INTO)
+# Tells of an addition of autograd's whether it may write its first operand.
+Holds = Callable[[tuple[Any, ...]], bool]
 # Between a mode and who calls it.
 _AROUND_A_MODE = (
     "belady.measure.", "torch._dynamo", "torch._compile", "torch.utils._python_dispatch"
@@ -38,6 +47,92 @@ def may_sum(name: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_AROUND_A_MODE):
         frame = frame.f_back
     return frame is None or frame.f_code is _ENGINE
+
+
+def nobody(operands: tuple[Any, ...]) -> bool:
+    """Of no addition."""
+    return False
+
+
+def only_holder(device: torch.device) -> Holds:
+    """Whether autograd alone holds the first of two operands, as for one that it does hold alone.
+
+    The answer of a mode's `__torch_dispatch__` on ``device``; `nobody` where it cannot be known.
+    References are counted as autograd does, and those to Python's object, which is one holder for
+    autograd however many there are. What one more holder adds differs from version to version of
+    torch, so they are compared with those of a sum that was made for it.
+    """
+    alone: list[tuple[int, ...]] = []
+    with (
+        suppress(AttributeError),
+        _disable_current_modes(),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        _Counting(alone),
+    ):
+        source = torch.ones(1, device=device, requires_grad=True)
+        fork = source.neg()
+        # Nothing is saved, and so no hook of anybody's is called.
+        torch.autograd.grad(fork.neg() + fork.neg(), source)
+    if len(alone) != 1:
+        return nobody
+
+    def holds(operands: tuple[Any, ...]) -> bool:
+        return _are_alike(*operands) and _holders(operands) == alone[0]
+
+    return holds
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the holders of what autograd adds to."""
+
+    def __init__(self, found: list[tuple[int, ...]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if may_sum(str(func)):
+            self._found.append(_holders(args))
+        return func(*args, **(kwargs or {}))
+
+
+def _holders(operands: tuple[Any, ...]) -> tuple[int, ...]:
+    """References to the first operand, to its storage, and to Python's object."""
+    first = operands[0]
+    storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return first._use_count(), storage, sys.getrefcount(first)
+
+
+def _are_alike(first: Any, second: Any) -> bool:
+    """Whether both are plain tensors of one shape and type, the first without gaps."""
+    plain = type(first) is type(second) is torch.Tensor
+    if not plain or first.layout is not torch.strided or first._is_zerotensor():
+        return False
+    about = (second.layout, second.dtype, second.device, second.shape)
+    same = (first.layout, first.dtype, first.device, first.shape) == about
+    return same and _is_dense(first)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether each element has a place of its own, and there are no others between."""
+    apart = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != apart:
+            return False
+        apart *= size
+    return True
+
+
+def unwatched(trace: Trace, ops: Iterable[RawOp]) -> Trace:
+    """The trace of recorded ``ops`` as iterations that nobody watches have it.
+
+    On a CPU memory is counted by watching, and so is what the trace says.
+    """
+    if trace.device == "cpu":
+        return trace
+    return in_place(trace, (at for at, op in enumerate(ops) if op.may_sum))
 
 
 def in_place(trace: Trace, candidates: Iterable[int]) -> Trace:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import belady
 from belady.ir.curves import curve
 from belady.ir.files import validate
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Phase, Tier, Trace
+from belady.measure import sums
 from belady.measure.probe import CPU_ALLOCATOR
-from belady.measure.sums import in_place
-from tests.unit.measure.watching import Watch, pseudo_loss
+from belady.measure.sums import in_place, nobody, only_holder, unwatched
+from tests.unit.measure.watching import CPU, Watch, pseudo_loss
 
 SIZE = 64
 
@@ -150,6 +155,105 @@ def test_many_readers_of_one_tensor_take_no_time() -> None:
     assert _sums(joined) == (0, 300)
 
 
+class Knotted(nn.Module):
+    """Sums of sums: gradients that are one for several readers, and some that a hook keeps."""
+
+    def __init__(self, seed: int, keeps: bool) -> None:
+        super().__init__()
+        self.draw, self.keeps, self.kept = random.Random(seed), keeps, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = [x.exp(), x.tanh()]
+        for _ in range(12):
+            first, second = (self.draw.choice(known[-4:]) for _ in range(2))
+            made = self.draw.choice([first + second, first + second.tanh(), second.sigmoid()])
+            if self.keeps and made.requires_grad and self.draw.random() < 0.3:
+                made.register_hook(self.kept.append)
+            known.append(made)
+        return torch.stack([it.sin() for it in known]).sum(0)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_recorder_adds_in_place_where_autograd_does(seed: int, keeps: bool) -> None:
+    x = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
+    plain, seen = Knotted(seed, keeps), Knotted(seed, keeps)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    pseudo_loss(plain(inputs[0]))
+    watch = Watch(seen)
+    watch.recorder.alone = only_holder(CPU)
+    pseudo_loss(watch.call(seen, inputs[1]))
+    trace = watch.finish()
+    in_place_or_not = _unwatched(Knotted(seed, keeps))
+    assert _sums(trace) == in_place_or_not
+    assert in_place_or_not[1] > 0
+    assert torch.equal(*(it.grad for it in inputs))  # type: ignore[arg-type]
+    assert len(plain.kept) == len(seen.kept) >= 2 * keeps
+    assert all(map(torch.equal, plain.kept, seen.kept))
+
+
+@pytest.mark.parametrize("make", [Apart, Noisy, Holding])
+def test_a_recorder_writes_what_autograd_alone_holds(make: Callable[[], nn.Module]) -> None:
+    watch, model = Watch(), make()
+    watch.recorder.alone = only_holder(CPU)
+    pseudo_loss(watch.call(model, torch.randn(SIZE, SIZE, requires_grad=True)))
+    assert _sums(watch.finish()) == (1, 0)
+
+
+def test_only_plain_tensors_that_are_alike_are_added_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sums, "_holders", lambda _operands: (1, 1, 1))
+    holds, one = only_holder(CPU), torch.ones(4, 4)
+    assert holds((one, torch.ones(4, 4)))
+    assert holds((one.t(), one))
+    others = [one[:2], one.double(), one.to("meta"), one.to_sparse(), nn.Parameter(one)]
+    assert not any(holds((one, it)) or holds((it, one)) for it in others)
+    gaps = torch.ones(8, 4)[::2]
+    assert not holds((gaps, one))
+    assert not holds((torch.ones(1, 4).expand(4, 4), one))
+    assert holds((one, gaps))
+
+
+def test_where_holders_cannot_be_counted_nothing_is_added_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(_operands: object) -> Any:
+        raise AttributeError("another torch")
+
+    monkeypatch.setattr(sums, "_holders", unknown)
+    assert only_holder(CPU) is nobody
+
+
+def test_holders_are_counted_whatever_the_caller_is_in() -> None:
+    counted: list[Any] = []
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Watched(counted):
+        assert only_holder(CPU) is not nobody
+    with torch.no_grad(), saved_tensors_hooks(counted.append, counted.append):
+        assert only_holder(CPU) is not nobody
+    assert not counted
+
+
+class Watched(TorchDispatchMode):
+    """Sees ops."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_cpu_a_trace_is_as_watched() -> None:
+    watch = Watch(model := Residual())
+    pseudo_loss(watch.call(model, torch.randn(SIZE, SIZE, requires_grad=True)))
+    trace, ops = watch.finish(), watch.recorder.ops
+    assert _sums(unwatched(trace, ops)) == (1, 0)
+    assert _sums(unwatched(replace(trace, device="cuda:0"), ops)) == (0, 1)
+
+
 def _kept(trace: Trace) -> Plan:
     return Plan(trace.fingerprint, "keep", Budget(1 << 40))
 
@@ -181,3 +285,19 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.relu() + self.inner(x)
+
+
+@pytest.mark.gpu
+def test_an_observed_iteration_takes_no_more_than_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide() for _ in range(3))).cuda()
+    x = torch.randn(64, 64, 64, 64, device="cuda")
+    peaks = []
+    with belady.virtualize(model, "8GiB", policy="floor", engine="eager"):
+        for _ in range(8):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model(x).square().mean().backward()
+            model.zero_grad()
+            peaks.append(torch.cuda.max_memory_allocated())
+    assert max(peaks) <= 1.02 * peaks[-1]
