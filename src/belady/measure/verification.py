@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from time import perf_counter
 
 from belady.errors import InfeasibleBudgetError
@@ -21,14 +22,16 @@ from belady.measure.corrections import (
     with_links_of,
     with_peak_of,
 )
-from belady.measure.margins import FILLING, Make, fits, suited, towards, with_settled
+from belady.measure.margins import FILLING, Make, suited, towards, with_settled
 from belady.measure.monitor import Sample
 from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
 from belady.measure.trial import Trial, fastest, margin
 from belady.planners import plan as make_plan
+from belady.planners.price import KEPT, price
 from belady.simulate import simulate
+from belady.simulate.blocks import excess
 from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
@@ -119,13 +122,15 @@ class Verification:
 
         Half of the room that there is goes to the margin. Nothing is recomputed where there are
         convolutions: with memory that scarce, cuDNN may not get the workspace of the algorithm that
-        it took before.
+        it took before. Of plans whose blocks are foretold to need more than there is the floor is
+        the one that ran.
         """
         budget = self._policy.budget.device_bytes
         peak = hardware.allocator.peak_within(error.smallest_bytes)
         stated = hardware.allocator.margin_fraction
         half = min(stated, hardware.allocator.fraction_of(peak, budget) / 2)
         convolves = any("convolution" in op.name for op in trace.ops)
+        found: list[tuple[float, Trial]] = []
         for name in ("lifetime", "floor") if convolves else ("hybrid", "lifetime", "floor"):
             fraction = 0.0 if name == "floor" else max(half, 0.0)
             tight = replace(hardware.allocator, margin_fraction=fraction, margin_bytes=0)
@@ -134,13 +139,18 @@ class Verification:
                 plan = self._plan(name, trace, tight_hardware, numerics)
             except InfeasibleBudgetError:
                 continue
-            safe = fraction >= MARGIN_AT_LEAST or (
-                fraction > 0 and fits(trace, plan, tight_hardware)
-            )
-            if safe or name == "floor":
-                self._tell(f"the budget leaves a margin of {fraction:.0%}: {error}")
-                return Trial(plan, tight_hardware, name)
-        raise error
+            over = excess(trace, plan, tight)
+            if name == "floor" or fraction >= MARGIN_AT_LEAST or (fraction > 0 and over <= 0):
+                seconds = price(plan.predicted_seconds, over, KEPT)
+                found.append((seconds, Trial(plan, tight_hardware, name)))
+            if found and over <= 0:
+                break
+        if not found:
+            raise error
+        _, best = min(found, key=itemgetter(0))
+        left = best.hardware.allocator.margin_fraction
+        self._tell(f"the budget leaves a margin of {left:.0%}: {error}")
+        return best
 
     def verified(
         self, trial: Trial, trace: Trace, measured: Measured, samples: Sequence[Sample]

@@ -16,6 +16,7 @@ from belady.measure.stages import Policy
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning
 from belady.sections.race import Race
+from belady.units import format_bytes
 
 _log = logging.getLogger("belady")
 
@@ -28,6 +29,9 @@ ROOM = (0.85, 1.0)
 # static trace said, and for how much less each time than what would have done. They are once more
 # where this part of the budget was left for state that no optimizer keeps.
 _ANEW, _LESS, _SPARE = 2, 0.98, 1 / 16
+# In more slices a call that fits whole is not cut for its workspaces: an algorithm that does
+# without one costs less than the launches of kernels that small.
+_FEW = 16
 # How far apart a budget that does and one that does not may be, where the smallest is looked for.
 _CLOSE = 1.1
 
@@ -37,6 +41,11 @@ class Chosen(NamedTuple):
 
     sections: Sections
     state_bytes: int
+
+    def __str__(self) -> str:
+        """For a log."""
+        found = (f"{it.modules[0]} to {it.modules[-1]} in {it.slices}" for it in self.sections)
+        return f"{', '.join(found)}, beside {format_bytes(self.state_bytes)} of an optimizer's"
 
 
 class _Limit(NamedTuple):
@@ -113,6 +122,8 @@ class Beside:
         Whether it was seen to step, and so keeps no more than that.
     allowed
         Part of the budget that they may fill, where that is known.
+    most_slices
+        Of one section; None where any number will do.
     """
 
     policy: Policy
@@ -120,6 +131,11 @@ class Beside:
     held_bytes: int = 0
     stepped: bool = False
     allowed: float = 1.0
+    most_slices: int | None = None
+
+    def in_few(self) -> Beside:
+        """The same for a call that fits as it is: slices are to be worth their launches."""
+        return replace(self, most_slices=_FEW)
 
     def chosen(
         self,
@@ -142,7 +158,7 @@ class Beside:
         states = self._states(trace, copies)
         limits = list({it.nbytes: it for it in self._limits(trace, states)}.values())
         tried = ((search.within(at.nbytes), at) for search, at in product(searches, limits))
-        first, found = next(((it, at) for it, at in tried if it), (None, None))
+        first, found = next(((it, at) for it, at in tried if it and self._few(it)), (None, None))
         if first is None or found is None:
             return None
         if race is None:
@@ -177,6 +193,10 @@ class Beside:
             else:
                 low = middle
         return found
+
+    def _few(self, sections: Sections) -> bool:
+        most = self.most_slices
+        return most is None or all(section.slices <= most for section in sections)
 
     def _states(self, trace: Trace, copies: Sequence[int]) -> list[int]:
         if self.stepped:

@@ -18,13 +18,12 @@ from belady.measure.held import missing_state, state_bytes
 from belady.measure.key import Key
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
-from belady.planners.sectioning import Sectioning, over_budget
+from belady.planners.sectioning import over_budget
 from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import ALONGS, Call, Candidate
-from belady.sections.choice import COPIES, Beside, Room
+from belady.sections.choice import COPIES, Beside, Chosen, Room
 from belady.sections.gate import Gate
 from belady.sections.in_force import WHOLE, Decided, InForce, Related, flags_of, sentence
-from belady.sections.race import Race
 from belady.sections.searching import Searching
 from belady.sections.wrap import wrap
 from belady.units import format_bytes, format_seconds
@@ -38,6 +37,7 @@ _KINDS = 64
 
 # Puts sections of a model in force, where it is asked for them, until it is undone.
 Put = Callable[[nn.Module, Sections, Callable[[], bool]], Callable[[], None]]
+Choose = Callable[[], Chosen | None]
 
 
 class Cutting:
@@ -157,7 +157,8 @@ class Cutting:
             return False
         race = self._searching.race(found, whole=False)
         searches = self._searching.in_turn(found) if race is None else [race.search]
-        if self._cut(key, found, searches, COPIES, race):
+        choose = partial(self._beside.chosen, searches, found.trace, COPIES, race)
+        if self._cut(key, found, choose, raced=race is not None):
             return True
         if whole:
             # By the last, which asks for least.
@@ -171,7 +172,11 @@ class Cutting:
         if (found := self._candidate(module, call)) is None:
             return False
         search = self._searching.beside(found, self._searching.share(module, call))
-        return self._cut(key, found, [search], copies, self._searching.race(found, whole=True))
+        race, beside = self._searching.race(found, whole=True), self._beside
+        if race is None:
+            beside = beside.in_few()
+        choose = partial(beside.chosen, [search], found.trace, copies, race)
+        return self._cut(key, found, choose, raced=race is not None)
 
     def _candidate(self, module: nn.Module, call: Call) -> Candidate | None:
         return Candidate.of(module, call, self._device, self._alongs) if self.may_cut else None
@@ -179,7 +184,7 @@ class Cutting:
     def make_room(self, key: Key, module: nn.Module, call: Call, trace: Trace) -> None:
         """Cut modules of a call that `lacks_workspaces`; ``trace`` is static, of this call."""
         if self.lacks_workspaces(module, call, trace):
-            self.cut_for_workspaces(key, module, call, COPIES[1:])
+            self.cut_for_workspaces(key, module, call, COPIES[1:2])
 
     def lacks_workspaces(self, module: nn.Module, call: Call, trace: Trace | None) -> bool:
         """Whether a call that may be cut does not fit beside what a library will ask for.
@@ -256,30 +261,24 @@ class Cutting:
     def _beside(self) -> Beside:
         return self._room.beside(self._policy, self._hardware, self.held_bytes)
 
-    def _cut(
-        self,
-        key: Key,
-        call: Candidate,
-        searches: Sequence[Sectioning],
-        copies: Sequence[int],
-        race: Race | None,
-    ) -> bool:
+    def _cut(self, key: Key, call: Candidate, choose: Choose, *, raced: bool) -> bool:
         """Choose sections; the search takes seconds, in which the script says nothing."""
         size, room = len(call.trace.ops), format_bytes(self._policy.budget.device_bytes)
         _log.info("looking for slices in which a call of %d ops fits into %s", size, room)
         begun = perf_counter()
-        chosen = self._beside.chosen(searches, call.trace, copies, race)
+        chosen = choose()
         took = format_seconds(perf_counter() - begun)
         if chosen is None:
             self.refused = tuple(dict.fromkeys(call.refused.values()))
             _log.info("found none in %s", took)
             return False
         module, (sections, state) = call.module, chosen
-        decided = Decided(sections, flags_of(module, sections), state, race is not None)
+        decided = Decided(sections, flags_of(module, sections), state, raced)
         self._known.setdefault(module, {})[key] = decided
-        _log.info("found slices in %s" if sections else "faster whole, seen in %s", took)
         if not sections:
+            _log.info("faster whole, seen in %s", took)
             return False
+        _log.info("found slices in %s: %s", took, chosen)
         self._said[id(module)] = [sentence(section) for section in sections]
         self._wrap(module, sections)
         return True

@@ -53,6 +53,17 @@ class Blocks(NamedTuple):
         """
         return self.lasting + _end(self.events, _SMALL)
 
+    def held_bytes(self) -> int:
+        """The most that is held at once, were nothing lost between blocks."""
+        sizes: dict[int, int] = {}
+        held = most = 0
+        for block, nbytes in self.events:
+            held += nbytes - sizes.pop(block, 0)
+            if nbytes:
+                sizes[block] = nbytes
+            most = max(most, held)
+        return self.lasting + most
+
     def most_bytes(self, reserved: int) -> int:
         """The most that it may reserve, which is ``reserved`` at least.
 
@@ -90,7 +101,8 @@ def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
     """Foretell the most that is reserved, and where gradients should be.
 
     Among the rest they leave it in pieces; apart they are idle in forward, which can be more. Under
-    a plan that moves nothing they stay where they are, and where they have to for it to fit.
+    a plan that moves nothing they stay where they are, and where they have to for it to fit: a
+    flush gives pieces back, but not what is idle.
     """
     beside = managed_room(trace, plan, allocator)
     walk = walked(trace, plan, allocator)
@@ -101,6 +113,7 @@ def in_blocks(trace: Trace, plan: Plan, allocator: Allocator) -> InBlocks:
     apart = blocks_of(walk, gradients_apart=True)
     there, budget = apart.reserved_bytes(), plan.budget.device_bytes - beside
     saves = _needed(here, allocator) <= budget < _needed(there, allocator)
+    saves |= _needed(apart.held_bytes(), allocator) > budget
     if saves or here < there - _APART_COSTS * budget:
         return InBlocks(among.most_bytes(here) + beside, False)
     return InBlocks(apart.most_bytes(there) + beside, True)

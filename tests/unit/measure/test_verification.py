@@ -69,6 +69,24 @@ def test_with_hardly_any_room_the_floor_goes_on(monkeypatch: pytest.MonkeyPatch)
     assert notes[0].startswith("the budget leaves a margin of 0%")
 
 
+@pytest.mark.parametrize(
+    ("lacks", "policy"), [(0.0, "lifetime"), (0.02, "lifetime"), (0.9, "floor")]
+)
+def test_the_floor_goes_on_where_blocks_of_other_plans_lack_much(
+    lacks: float, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(_trace: object, plan: Plan, _allocator: object) -> float:
+        return 0.0 if plan.planner.startswith("floor") else lacks
+
+    monkeypatch.setattr("belady.measure.verification.excess", lacking)
+    op = replace(BIG.ops[0], name="aten.convolution.default")
+    trace = replace(BIG, ops=(op, *BIG.ops[1:]))
+    slow = with_links_of(2.0 * MIB)
+    least = smallest_budget("floor", trace, slow, Budget(1 << 40))
+    trial = Verification(Policy("auto", Budget(int(0.95 * least))), slow).first(trace)
+    assert trial.policy == policy
+
+
 def test_less_than_the_leanest_plan_needs_is_refused_with_what_is_needed() -> None:
     with pytest.raises(InfeasibleBudgetError) as refused:
         first("auto", int(0.9 * PEAK))
@@ -196,6 +214,8 @@ def needing(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
 
     monkeypatch.setattr("belady.simulate.blocks.walked", lambda _, plan, *__: plan)
     monkeypatch.setattr("belady.simulate.blocks.blocks_of", made)
+    # All that is more than the peak is lost between them.
+    monkeypatch.setattr(Blocks, "held_bytes", lambda _: 0)
 
 
 @pytest.mark.parametrize(("most", "margin"), [(1.25, 0.2), (1.45, 0.397), (2.1, 0.2)])

@@ -151,6 +151,40 @@ def test_slices_leave_room_for_what_an_optimizer_is_going_to_keep(
     assert over_budget(apply(asking, sections), gpu(), Budget(nbytes - state)) <= 0
 
 
+def test_for_workspaces_alone_a_call_is_cut_into_few_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 1.0)
+    budget, most = Budget(int(1.1 * floor(deep()))), 1 << 20
+    for less, cut in ((0, True), (0, True), (1, False)):
+        monkeypatch.setattr(choice, "_FEW", most - less)
+        model = deep()
+        parts = Cutting(Policy("auto", budget), gpu(), CPU)
+        parts.make_room(KEY, model, CALL, static_trace_with_batch(model, CALL, CPU))
+        assert (model in parts) is cut
+        most = max(counts(parts)) if cut else most
+    # What does not fit whole is cut into as many as it takes.
+    monkeypatch.setattr(choice, "_FEW", 1)
+    parts = Cutting(Policy("auto", Budget(int(0.95 * floor(deep())))), gpu(), CPU)
+    assert parts.cut(KEY, deep(), CALL)
+
+
+def test_for_workspaces_slices_leave_room_for_momentum_or_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    def chosen(_self: object, _searches: object, _trace: object, copies: object, _: object) -> None:
+        asked.append(copies)
+
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 1.0)
+    monkeypatch.setattr(choice.Beside, "chosen", chosen)
+    model = deep()
+    parts = Cutting(Policy("auto", Budget(int(1.1 * floor(model)))), gpu(), CPU)
+    parts.make_room(KEY, model, CALL, static_trace_with_batch(model, CALL, CPU))
+    assert asked == [(1,)]
+
+
 @pytest.mark.parametrize(("policy", "cut"), [("auto", True), ("tvdnn_greedy", False)])
 def test_no_margin_is_asked_on_what_stays_where_there_are_no_slices_with_it(
     policy: str, cut: bool

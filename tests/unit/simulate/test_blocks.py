@@ -205,6 +205,31 @@ def test_gradients_stay_where_they_are_if_all_fits_so_alone(
     assert in_blocks(*moving(budget * MIB - 1), EXACT).gradients_apart is apart
 
 
+def test_what_is_held_at_once_is_the_most_that_lives() -> None:
+    sizes = [(0, 8), (1, 3), (0, 0), (2, 4), (7, 0), (2, 0), (1, 0), (3, 9), (3, 0)]
+    found = blocks.Blocks(5, [(number, size * MIB) for number, size in sizes])
+    assert found.held_bytes() == 5 + 11 * MIB
+    assert blocks.Blocks(5, []).held_bytes() == 5
+
+
+@pytest.mark.parametrize(("over", "apart"), [(0, True), (1, False)])
+def test_gradients_are_not_apart_where_what_is_held_beside_has_no_room(
+    over: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As they are foretold neither fits, and apart is better; what is held at once decides.
+    nbytes, budget = 100 * MIB, 102 * MIB
+
+    def made(*_: object, gradients_apart: bool) -> blocks.Blocks:
+        pieces = [(at, nbytes // 4 + over) for at in range(4)]
+        holes = [(at + 9, 8 * MIB if gradients_apart else 16 * MIB) for at in range(4)]
+        events = [(hole, 0) for hole, _ in holes]
+        return blocks.Blocks(0, [*holes, *events, *pieces, *((it, 0) for it, _ in pieces)])
+
+    monkeypatch.setattr(blocks, "blocks_of", made)
+    monkeypatch.setattr(blocks.Blocks, "reserved_bytes", lambda _: 2 * budget)
+    assert in_blocks(*moving(budget), EXACT).gradients_apart is apart
+
+
 def test_what_is_over_a_budget_is_said_with_room_for_small_blocks() -> None:
     trace = trace_of([1.0] * 6, [(8 * MIB, at, at + 1) for at in range(5)])
     stated = replace(EXACT, margin_fraction=0.1)
