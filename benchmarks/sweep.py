@@ -133,7 +133,7 @@ class Sweep:
         remaining = group
         while remaining:
             with self._changed:
-                known = _of(self._machines, [*self._others, *records.read(self._out)])
+                known = self._known()
             remaining, caps = _capped(remaining, records.caps(known))
             if not remaining:
                 return
@@ -150,11 +150,15 @@ class Sweep:
                 about = failed.as_json() | self._machines[failed.device]
                 self._keep(about | {"outcome": "crash", "error": ended})
 
+    def _known(self) -> list[Record]:
+        """What is on record of this machine."""
+        return _of(self._machines, [*self._others, *records.read(self._out)])
+
     def _keep(self, record: Record) -> None:
         if self._at_once > 1:
             record = record | {"at_once": self._at_once}
         with self._changed:
-            record = records.with_search(record, records.read(self._out))
+            record = records.with_search(record, self._known())
             records.append(self._out, record)
             print(line(record), flush=True)
 
