@@ -66,6 +66,7 @@ def only_holder(device: torch.device) -> Holds:
     with (
         suppress(AttributeError),
         _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
         torch.inference_mode(mode=False),
         torch.enable_grad(),
         _Counting(alone),

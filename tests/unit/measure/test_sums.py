@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import belady
@@ -229,9 +230,21 @@ def test_holders_are_counted_whatever_the_caller_is_in() -> None:
     counted: list[Any] = []
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Watched(counted):
         assert only_holder(CPU) is not nobody
-    with torch.no_grad(), saved_tensors_hooks(counted.append, counted.append):
+    with torch.no_grad(), saved_tensors_hooks(counted.append, counted.append), Called(counted):
         assert only_holder(CPU) is not nobody
     assert not counted
+
+
+class Called(TorchFunctionMode):
+    """Sees calls."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 class Watched(TorchDispatchMode):
