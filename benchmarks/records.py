@@ -87,10 +87,16 @@ def merge(paths: Iterable[Path]) -> list[Record]:
     found: dict[tuple[str, Machine], Record] = {}
     for number, record in enumerate(r for path in paths for r in read(path)):
         name = (key_of(record) or f"without a key {number}", machine(record))
-        if name not in found or found[name].get("outcome") in ("crash", FOUND):
+        if name not in found or _gives_way(found[name], record):
             found[name] = record
     told = {key for key, of in found if of != _NOWHERE}
     return [it for (key, of), it in found.items() if of != _NOWHERE or key not in told]
+
+
+def _gives_way(before: Record, record: Record) -> bool:
+    """Whether of two records of a case the later one holds: a search says less than a crash."""
+    outcome = before.get("outcome")
+    return outcome == FOUND or (outcome == "crash" and record.get("outcome") != FOUND)
 
 
 def caps(records: Iterable[Record]) -> dict[str, int | None]:

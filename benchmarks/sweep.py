@@ -65,6 +65,7 @@ class Sweep:
         self._out, self._others, self._machines = out, others, machines
         self._deadline, self._case_limit_s = deadline, case_limit_s
         self._at_once = 1
+        self._found: dict[str, int] = {}  # caps that are to be measured
         self._pending: list[Group] = []
         self._running: list[Group] = []
         self._errors: list[BaseException] = []
@@ -134,7 +135,7 @@ class Sweep:
         while remaining:
             with self._changed:
                 known = self._known()
-            remaining, caps = _capped(remaining, records.caps(known))
+            remaining, caps = _capped(remaining, records.caps(known) | self._found)
             if not remaining:
                 return
             left = self._deadline - time.monotonic()
@@ -158,6 +159,9 @@ class Sweep:
         if self._at_once > 1:
             record = record | {"at_once": self._at_once}
         with self._changed:
+            if record["outcome"] == FOUND:
+                # Even if it is of another GPU than the first: it is not to be searched for again.
+                self._found |= records.caps([record])
             record = records.with_search(record, self._known())
             records.append(self._out, record)
             print(line(record), flush=True)
@@ -203,9 +207,10 @@ def _left(
 
     What crashed is not tried again unless its line is deleted.
     """
+    held = [record for record in held if record.get("outcome") != FOUND]
     known = _of(machines, held)
     cases = after_caps(cases, records.caps(known))
-    done = {records.key_of(record) for record in known if record.get("outcome") != FOUND}
+    done = {records.key_of(record) for record in known}
     todo = [case for case in cases if case.key not in done]
     if len(todo) < len(cases):
         print(f"{len(cases) - len(todo)} of {len(cases)} cases are on record")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,3 +127,19 @@ def test_nobody_need_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "stderr", closed)
     _, ended = measure([CASE], {}, 25, print)
     assert str(ended).endswith("the reason\n")
+
+
+def test_the_case_that_ends_a_process_is_the_first_and_what_was_found_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "benchmarks" / "child.py"
+    child.parent.mkdir()
+    says = """print('{"workload": 1, "outcome": "found"}', flush=True)"""
+    child.write_text(TELLS.format(more=says))
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    search, other = replace(CASE, budget="smallest"), replace(CASE, round=1)
+    kept: list[Any] = []
+    left, ended = measure([search, other], {}, 25, kept.append)
+    assert left == [other, search]
+    assert kept == [{"workload": 1, "outcome": "found"}]
+    assert "ended with 3" in str(ended)

@@ -90,6 +90,51 @@ def test_a_search_that_ended_is_not_made_again(
     assert records.read(out)[-1]["trials"] == SEARCH["trials"]
 
 
+def test_a_cap_found_on_another_machine_than_the_first_is_measured_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = _played(monkeypatch)
+    monkeypatch.setattr(sweep, "here", lambda _device: HERE | {"device_name": "the first one"})
+    sweep.execute([CAP], _arguments(tmp_path), 200)
+    assert [caps for _, caps in told] == [{}, {CAP.cap_of("checkpoint"): 7}]
+
+
+def test_a_cap_that_others_need_is_measured_where_it_is_only_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, out = _played(monkeypatch), tmp_path / "out.jsonl"
+    records.write(out, [CAP.as_json() | HERE | SEARCH])
+    ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
+    sweep.execute([ours], _arguments(tmp_path), 200)
+    assert [case.method for case, _ in told] == ["checkpoint", "belady:auto"]
+    assert "on record" not in capsys.readouterr().out
+
+
+def test_searches_of_other_cases_are_not_told_with_a_cap(tmp_path: Path) -> None:
+    other = Case("vgg16", "checkpoint", "smallest", device="cpu")
+    record = CAP.as_json() | HERE | {"outcome": "ok", "budget_bytes": 8, "wall_seconds": 2.0}
+    assert records.with_search(record, [other.as_json() | HERE | SEARCH]) == record
+    told = records.with_search(record, [CAP.as_json() | HERE | SEARCH])
+    assert told == record | {"trials": SEARCH["trials"], "wall_seconds": 102.0}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "holds"),
+    [
+        (("found", "crash"), "crash"),
+        (("crash", "found"), "crash"),
+        (("crash", "ok"), "ok"),
+        (("ok", "found"), "ok"),
+        (("found", "infeasible"), "infeasible"),
+    ],
+)
+def test_which_of_two_records_holds(outcomes: tuple[str, str], holds: str, tmp_path: Path) -> None:
+    paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for path, outcome in zip(paths, outcomes, strict=True):
+        records.write(path, [CAP.as_json() | HERE | SEARCH | {"outcome": outcome}])
+    assert [it["outcome"] for it in records.merge(paths)] == [holds]
+
+
 def test_what_is_only_found_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     search = CAP.as_json() | HERE | SEARCH
     result = CAP.as_json() | HERE | {"outcome": "ok", "budget_bytes": 8}

@@ -33,7 +33,7 @@ from belady.measure.records import (
     written_arguments,
 )
 from belady.measure.restraint import Issue, at_once
-from belady.measure.sums import INTO, Holds, may_sum, nobody
+from belady.measure.sums import INTO, Holds, adds_nothing, may_sum, nobody
 from belady.measure.trials import Trials
 from belady.memory.geometry import shape_of
 
@@ -175,12 +175,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         gap = perf_counter() - self._last
         kwargs = kwargs or {}
-        if self.paused or func.namespace == "prim" or func is _DETACH:
-            return func(*args, **kwargs)
-        if self.call is not None and self.call.is_over():
+        aside = self.paused or func.namespace == "prim" or func is _DETACH
+        if aside or (self.call is not None and self.call.is_over()):
             return func(*args, **kwargs)  # a mode cannot be taken off inside it
         op = self._begin(func, args, kwargs, gap)
-        if op.may_sum and self.alone(args):
+        if op.into_first and self.alone(args):
             func, op.name, op.may_sum = INTO, str(INTO), False
         trials = self.trials if op.phase in (Phase.FORWARD, Phase.LOSS) else None
         recipe = trials.draft(func, args, kwargs, self._value_of) if trials is not None else None
@@ -221,6 +220,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             communicates=name.startswith(("c10d", "_c10d_functional")),
             may_sum=backward and not replay and may_sum(name),
         )
+        op.into_first = op.may_sum and adds_nothing(node)
         operands = list(tensors_in((*args, *kwargs.values())))
         reads = []
         for position, tensor in enumerate(operands):

@@ -18,7 +18,11 @@ _POOLINGS = frozenset(it.replace(".default", "_backward.default") for it in POOL
 
 @dataclass(slots=True)
 class RawOp:
-    """One op as seen by the mode."""
+    """One op as seen by the mode.
+
+    ``may_sum`` says whether autograd can have added gradients up in a new tensor, ``into_first``
+    whether that is known.
+    """
 
     name: str
     module: str
@@ -33,6 +37,7 @@ class RawOp:
     mutates: bool = False
     communicates: bool = False
     may_sum: bool = False
+    into_first: bool = False
 
 
 @dataclass(slots=True)

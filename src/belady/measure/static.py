@@ -21,7 +21,7 @@ from belady.measure.modules import module_paths
 from belady.measure.observe import assemble
 from belady.measure.recorder import Recorder
 from belady.measure.resized import Resized
-from belady.measure.sums import unwatched
+from belady.measure.sums import in_place
 from belady.measure.untouched import replace_tensors, untouched
 
 
@@ -44,7 +44,11 @@ def static_trace(module: torch.nn.Module, call: tuple[Any, Any], device: torch.d
     """
     recorder = Recorder(device, NoClock())
     record(module, call, recorder)
-    return unwatched(static_document(module, recorder), recorder.ops)
+    trace = static_document(module, recorder)
+    if trace.device == "cpu":
+        return trace
+    # As the observed iteration is going to add them up.
+    return in_place(trace, (at for at, op in enumerate(recorder.ops) if op.into_first))
 
 
 def static_document(module: torch.nn.Module, recorder: Recorder) -> Trace:

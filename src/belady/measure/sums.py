@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd import graph
+from torch.autograd import forward_ad, graph
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from belady.ir.trace import StorageKind, Trace, Value
@@ -26,6 +26,15 @@ from belady.measure.records import RawOp
 INTO = torch.ops.aten.add_.Tensor
 _ADD = "aten.add.Tensor"
 _IN_PLACE = str(INTO)
+# Nodes whose backward is one op, or ops that are no sums. Names as Python has them.
+ADDING_NOTHING = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Add", "Addmm", "AvgPool2D", "Bmm", "Cat", "Convolution", "CudnnBatchNorm", "Gelu",
+        "MaxPool2DWithIndices", "Mm", "NativeBatchNorm", "NativeLayerNorm", "Permute", "Relu",
+        "Silu", "T", "ToCopy", "Transpose", "UnsafeView", "View",
+    )
+)  # fmt: skip
 # Tells of an addition of autograd's whether it may write its first operand.
 Holds = Callable[[tuple[Any, ...]], bool]
 # Between a mode and who calls it.
@@ -46,7 +55,26 @@ def may_sum(name: str) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_AROUND_A_MODE):
         frame = frame.f_back
-    return frame is None or frame.f_code is _ENGINE
+    return (frame is None or frame.f_code is _ENGINE) and not _is_transformed()
+
+
+def _is_transformed() -> bool:
+    """Whether tensors may be wrapped, or dual: who holds a wrapper is not counted, and is plain's.
+
+    `torch.func` refuses hooks on saved tensors meanwhile.
+    """
+    hooks_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return hooks_off is not None or forward_ad._current_level >= 0
+
+
+def adds_nothing(node: Any) -> bool:
+    """Whether the formula of a node is known to have no sum of its own.
+
+    C++ code calls a mode in the same way as autograd, which adds up what a node made while that is
+    still the current one; and a formula may go on to use what it has added to. So these are known
+    by name (PyTorch, tools/autograd/derivatives.yaml); nodes of others have another type.
+    """
+    return type(node).__name__ in ADDING_NOTHING
 
 
 def nobody(operands: tuple[Any, ...]) -> bool:
@@ -60,11 +88,15 @@ def only_holder(device: torch.device) -> Holds:
     The answer of a mode's `__torch_dispatch__` on ``device``; `nobody` where it cannot be known.
     References are counted as autograd does, and those to Python's object, which is one holder for
     autograd however many there are. What one more holder adds differs from version to version of
-    torch, so they are compared with those of a sum that was made for it.
+    torch, so they are compared with those of a sum that was made for it. It is asked of a node that
+    `adds_nothing`.
     """
     alone: list[tuple[int, ...]] = []
+    # Whoever looks into frames may hold what is counted there.
+    if sys.gettrace() or sys.getprofile():
+        return nobody
     with (
-        suppress(AttributeError),
+        suppress(AttributeError, RuntimeError),
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),
         torch.inference_mode(mode=False),
@@ -142,7 +174,7 @@ def in_place(trace: Trace, candidates: Iterable[int]) -> Trace:
     Parameters
     ----------
     candidates
-        Ops of which `may_sum` was true.
+        Ops of which `may_sum` was true, of what nobody wrote in place.
     """
     joining = _Joining(trace)
     for at in candidates:

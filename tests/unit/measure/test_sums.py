@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +26,7 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Phase, Tier, Trace
 from belady.measure import sums
 from belady.measure.probe import CPU_ALLOCATOR
-from belady.measure.sums import in_place, nobody, only_holder, unwatched
+from belady.measure.sums import ADDING_NOTHING, in_place, nobody, only_holder, unwatched
 from tests.unit.measure.watching import CPU, Watch, pseudo_loss
 
 SIZE = 64
@@ -164,14 +168,14 @@ class Knotted(nn.Module):
         self.draw, self.keeps, self.kept = random.Random(seed), keeps, list[Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
-        known = [x.exp(), x.tanh()]
+        known = [F.gelu(x), F.silu(x)]
         for _ in range(12):
             first, second = (self.draw.choice(known[-4:]) for _ in range(2))
-            made = self.draw.choice([first + second, first + second.tanh(), second.sigmoid()])
-            if self.keeps and made.requires_grad and self.draw.random() < 0.3:
+            made = self.draw.choice([first + second, first + F.silu(second), F.gelu(second)])
+            if self.keeps and self.draw.random() < 0.3:
                 made.register_hook(self.kept.append)
             known.append(made)
-        return torch.stack([it.sin() for it in known]).sum(0)
+        return torch.cat([F.silu(it) for it in known])
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -181,16 +185,151 @@ def test_a_recorder_adds_in_place_where_autograd_does(seed: int, keeps: bool) ->
     plain, seen = Knotted(seed, keeps), Knotted(seed, keeps)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     pseudo_loss(plain(inputs[0]))
-    watch = Watch(seen)
-    watch.recorder.alone = only_holder(CPU)
-    pseudo_loss(watch.call(seen, inputs[1]))
-    trace = watch.finish()
+    trace, _ = _recorded(lambda: pseudo_loss(seen(inputs[1])))
     in_place_or_not = _unwatched(Knotted(seed, keeps))
     assert _sums(trace) == in_place_or_not
     assert in_place_or_not[1] > 0
     assert torch.equal(*(it.grad for it in inputs))  # type: ignore[arg-type]
     assert len(plain.kept) == len(seen.kept) >= 2 * keeps
     assert all(map(torch.equal, plain.kept, seen.kept))
+
+
+def _recorded(run: Callable[[], Any]) -> tuple[Trace, Any]:
+    """What a recorder that knows who holds what saw of ``run``, and its result."""
+    watch = Watch()
+    watch.recorder.alone = only_holder(CPU)
+    result = run()
+    return watch.finish(), result
+
+
+def _kept_by_a_hook(x: Tensor) -> Any:
+    """The sum's first gradient is Python's to keep."""
+    kept: list[Tensor] = []
+    y = F.gelu(x)
+    # What is called first goes backward last.
+    last = F.silu(y)
+    made = y + torch.ones_like(y)
+    made.register_hook(kept.append)
+    return torch.autograd.grad((F.silu(made) + last).sum(), x) + tuple(kept)
+
+
+def _captured(x: Tensor) -> Any:
+    """The first gradient is what was asked for."""
+    y = F.gelu(x)
+    last = F.silu(y)
+    made = y + torch.ones_like(y)
+    return torch.autograd.grad((F.silu(made) + last).sum(), [x, made])
+
+
+def _in_two_buffers(x: Tensor) -> Any:
+    """The first gradient is that of two values."""
+    y, z = F.gelu(x), F.silu(x)
+    last = F.silu(y)
+    made = y + z
+    return torch.autograd.grad((F.silu(made) + last).sum(), x)
+
+
+def _transformed(x: Tensor) -> Any:
+    """Several hold what is one tensor inside."""
+
+    def loss(inner: Tensor) -> Tensor:
+        y, z = F.gelu(inner), F.silu(inner)
+        last = F.silu(y)
+        return (F.silu(y + z) + last).sum()
+
+    with torch.no_grad():
+        return (torch.func.grad(loss)(x.detach()),)
+
+
+def _dual(x: Tensor) -> Any:
+    """Gradients that carry tangents."""
+    with forward_ad.dual_level():
+        y = forward_ad.make_dual(x, torch.ones_like(x)).exp()
+        (found,) = torch.autograd.grad((F.relu(y) * 2 + F.relu(y)).sum(), x)
+        return tuple(forward_ad.unpack_dual(found))[:1]
+
+
+class _Formula(torch.autograd.Function):
+    """Python's sum, the first of which is used again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        first = gradient.sin()
+        return (first + gradient.cos()) * first
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.parametrize(
+    "run", [_kept_by_a_hook, _captured, _in_two_buffers, _transformed, _dual, _Formula.apply]
+)
+def test_what_is_held_elsewhere_is_left_as_it_is(run: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+    def both() -> Any:
+        found = run(x)
+        return found if isinstance(found, tuple) else torch.autograd.grad(found.sum(), x)
+
+    plain = both()
+    _, recorded = _recorded(both)
+    assert len(plain) == len(recorded)
+    assert all(map(torch.equal, plain, recorded))
+
+
+IMAGES, ROWS, HEADS = (2, 4, 8, 8), (6, 8), (2, 6, 8)
+NODES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "Add": (ROWS, lambda x: x + x.exp()),
+    "Addmm": (ROWS, lambda x: F.linear(x, torch.ones(3, 8), torch.ones(3))),
+    "AvgPool2D": (IMAGES, lambda x: F.avg_pool2d(x, 2)),
+    "Bmm": (HEADS, lambda x: x.bmm(x.exp().transpose(1, 2))),
+    "Cat": (ROWS, lambda x: torch.cat([x, x.exp()])),
+    "Convolution": (IMAGES, lambda x: F.conv2d(x, x.exp()[:, :, :3, :3], padding=1)),
+    "Gelu": (ROWS, F.gelu),
+    "MaxPool2DWithIndices": (IMAGES, lambda x: F.max_pool2d(x, 2)),
+    "Mm": (ROWS, lambda x: x.mm(x.exp().t())),
+    "NativeBatchNorm": (IMAGES, lambda x: F.batch_norm(x, None, None, training=True)),
+    "NativeLayerNorm": (ROWS, lambda x: F.layer_norm(x, (8,))),
+    "Permute": (HEADS, lambda x: x.permute(2, 0, 1)),
+    "Relu": (ROWS, F.relu),
+    "Silu": (ROWS, F.silu),
+    "T": (ROWS, lambda x: x.t()),
+    "ToCopy": (ROWS, lambda x: x.double()),
+    "Transpose": (HEADS, lambda x: x.transpose(0, 2)),
+    "UnsafeView": (ROWS, lambda x: torch.ops.aten._unsafe_view(x, (8, 6))),
+    "View": (ROWS, lambda x: x.view(8, 6)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ADDING_NOTHING - {"CudnnBatchNormBackward0"}))
+def test_formulas_known_to_add_nothing_do_not(name: str) -> None:
+    shape, run = NODES[name.removesuffix("Backward0")]
+    seen = Nodes()
+    y = run(torch.rand(shape, requires_grad=True).exp())
+    with seen:
+        y.backward(torch.ones_like(y))
+    assert seen.ops[name] or name == "AddBackward0"
+    assert "aten.add.Tensor" not in seen.ops[name] or _joins(y)
+    assert type(y.grad_fn).__name__ == name
+
+
+def _joins(y: Tensor) -> bool:
+    """Whether two of the node's gradients are for one value: autograd adds them up after it."""
+    return len({node for node, _ in y.grad_fn.next_functions}) < len(y.grad_fn.next_functions)  # type: ignore[union-attr]
+
+
+class Nodes(TorchDispatchMode):
+    """Sees what runs while which node is the current one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: defaultdict[str, list[str]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[type(torch._C._current_autograd_node()).__name__].append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("make", [Apart, Noisy, Holding])
@@ -216,14 +355,37 @@ def test_only_plain_tensors_that_are_alike_are_added_in_place(
     assert holds((one, gaps))
 
 
+@pytest.mark.parametrize("error", [AttributeError, torch.OutOfMemoryError])
 def test_where_holders_cannot_be_counted_nothing_is_added_in_place(
-    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(_operands: object) -> Any:
-        raise AttributeError("another torch")
+        raise error("another torch, or too little memory")
 
     monkeypatch.setattr(sums, "_holders", unknown)
     assert only_holder(CPU) is nobody
+
+
+def test_who_looks_into_frames_may_hold_what_is_counted() -> None:
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, *_: frame.f_locals and None)
+    try:
+        found = only_holder(CPU)
+    finally:
+        sys.setprofile(before)
+    assert found is nobody
+
+
+def test_sums_of_a_formula_are_its_own() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+
+    def deviations() -> Any:
+        return torch.autograd.grad([it.sum() for it in torch.std_mean(F.gelu(x), 0)], x)
+
+    trace, recorded = _recorded(deviations)
+    assert _sums(trace)[0] > 0
+    assert _sums(trace)[1] == 0
+    assert torch.equal(*recorded, *deviations())
 
 
 def test_holders_are_counted_whatever_the_caller_is_in() -> None:
