@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_a_search_that_ended_is_not_made_again(
     quick |= {"outcome": "ok", "wall_seconds": 9.0}
     slow = before | {"budget_bytes": None, "outcome": "out of memory"}
     records.write(out, [slow, quick, quick | {"round": 1}, CAP.as_json() | HERE | SEARCH])
-    sweep.execute([CAP], _arguments(tmp_path), 60)
+    another = replace(CAP, round=2, precision="fp32")
+    sweep.execute([CAP, another], _arguments(tmp_path), 60)
     assert told == [(CAP, {CAP.cap_of("checkpoint"): 7})]
     assert records.read(out)[-1]["trials"] == SEARCH["trials"]
 

@@ -19,7 +19,7 @@ from belady.ir.plan import Budget, Section
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning
-from belady.sections import race, searching, timing
+from belady.sections import choice, race, searching, timing
 from belady.sections.candidate import Candidate, chains
 from belady.sections.cutting import Cutting
 from belady.sections.race import Race
@@ -574,6 +574,8 @@ def test_what_fits_but_for_workspaces_runs_whole_where_that_is_faster(
     samples: int, cuts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15)
+    # How many are worth it is for the race to say.
+    monkeypatch.setattr(choice, "_FEW", 1)
     trials = Trials({samples: 0.1}, monkeypatch)
     net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
     search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)

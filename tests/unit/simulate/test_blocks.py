@@ -206,9 +206,9 @@ def test_gradients_stay_where_they_are_if_all_fits_so_alone(
 
 
 def test_what_is_held_at_once_is_the_most_that_lives() -> None:
-    sizes = [(0, 8), (1, 3), (0, 0), (2, 4), (7, 0), (2, 0), (1, 0), (3, 9), (3, 0)]
+    sizes = [(0, 8), (1, 3), (0, 0), (2, 4), (7, 0), (2, 0), (2, 0), (1, 0), (0, 12), (0, 0)]
     found = blocks.Blocks(5, [(number, size * MIB) for number, size in sizes])
-    assert found.held_bytes() == 5 + 11 * MIB
+    assert found.held_bytes() == 5 + 12 * MIB
     assert blocks.Blocks(5, []).held_bytes() == 5
 
 
@@ -220,7 +220,8 @@ def test_gradients_are_not_apart_where_what_is_held_beside_has_no_room(
     nbytes, budget = 100 * MIB, 102 * MIB
 
     def made(*_: object, gradients_apart: bool) -> blocks.Blocks:
-        pieces = [(at, nbytes // 4 + over) for at in range(4)]
+        piece = nbytes // 4 + over if gradients_apart else 2 * nbytes // 4
+        pieces = [(at, piece) for at in range(4)]
         holes = [(at + 9, 8 * MIB if gradients_apart else 16 * MIB) for at in range(4)]
         events = [(hole, 0) for hole, _ in holes]
         return blocks.Blocks(0, [*holes, *events, *pieces, *((it, 0) for it, _ in pieces)])
