@@ -20,8 +20,8 @@ _POOLINGS = frozenset(it.replace(".default", "_backward.default") for it in POOL
 class RawOp:
     """One op as seen by the mode.
 
-    ``may_sum`` says whether autograd can have added gradients up in a new tensor, ``into_first``
-    whether that is known.
+    ``may_sum`` says whether this can be autograd adding up gradients, in a new tensor, and
+    ``into_first`` whether it is that for certain.
     """
 
     name: str
