@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from benchmarks.processes import grouped
 from benchmarks.run import in_rounds
 from benchmarks.saying import line
 from benchmarks.suites import SUITES
+from tests.benchmarks import played
 from tests.benchmarks.ended import status_of
+from tests.benchmarks.played import HERE, stand_in
 
 ROOT = Path(__file__).parents[2]
-# What records of this machine say of it, where processes are only played.
-HERE = {"device_name": "a device", "torch": "2"}
 
 
 def benchmarks(*arguments: object) -> str:
@@ -164,9 +163,9 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
         keep(cases[0].as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
         return cases[1:], None
 
-    _stand_in(measured, monkeypatch)
+    stand_in(measured, monkeypatch)
     case = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
-    arguments = _arguments(tmp_path)
+    arguments = played.arguments(tmp_path)
     for _ in range(2):
         sweep.execute([case], arguments, 60)
     first, second = records.read(arguments.out)
@@ -191,12 +190,12 @@ def test_what_another_machine_measured_is_measured_here_too(
         keep(cases[0].as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
         return cases[1:], None
 
-    _stand_in(measured, monkeypatch)
+    stand_in(measured, monkeypatch)
     cases = [
         Case("vgg19", "checkpoint", "smallest", device="cpu"),
         Case("vgg19", "plain", device="cpu"),
     ]
-    arguments = _arguments(tmp_path)
+    arguments = played.arguments(tmp_path)
     others = [HERE | {"torch": "1"}, HERE | {"device_name": "another"}, {}]
     cap = {"outcome": "ok", "budget_bytes": 5, "plain_digest": "of elsewhere"}
     records.write(arguments.out, [case.as_json() | it | cap for it in others for case in cases])
@@ -220,7 +219,7 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
         keep(cases[0].as_json() | HERE | {"outcome": "ok"})
         return cases[1:], None
 
-    _stand_in(measured, monkeypatch)
+    stand_in(measured, monkeypatch)
     cap = Case("vgg19", "checkpoint", "smallest", device="cpu")
     plain = Case("vgg19", "plain", device="cpu")
     ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
@@ -229,7 +228,7 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
     digest = HERE | {"outcome": "ok", "plain_digest": "bits"}
     elsewhere = cap.as_json() | HERE | {"torch": "1", "outcome": "ok", "budget_bytes": 5}
     records.write(known[1], [plain.as_json() | digest, elsewhere])
-    arguments = _arguments(tmp_path, known)
+    arguments = played.arguments(tmp_path, known)
     sweep.execute([cap, plain, ours], arguments, 60)
     ((case, caps, references),) = told
     assert case == ours
@@ -262,8 +261,8 @@ def test_several_at_once_wait_for_caps_and_say_so(
         keep(case.as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
         return [], None
 
-    _stand_in(measured, monkeypatch)
-    arguments = _arguments(tmp_path, at_once=2)
+    stand_in(measured, monkeypatch)
+    arguments = played.arguments(tmp_path, at_once=2)
     assert sweep.execute([cap, ours, plain, other], arguments, 60) == 0
     found = records.read(arguments.out)
     assert {from_json(it) for it in found} == {cap, plain, ours, other}
@@ -285,10 +284,10 @@ def test_what_goes_wrong_ends_a_sweep(
             return [], None
         raise ValueError("the disk is full")
 
-    _stand_in(measured, monkeypatch)
+    stand_in(measured, monkeypatch)
     cases = [Case("vgg19", "plain", device="cpu", round=number) for number in range(9)]
     with pytest.raises(ValueError, match="the disk is full"):
-        sweep.execute(cases, _arguments(tmp_path, at_once=at_once), 60)
+        sweep.execute(cases, played.arguments(tmp_path, at_once=at_once), 60)
     assert len(begun) <= at_once
 
 
@@ -302,14 +301,14 @@ def test_each_of_several_at_once_has_a_gpu_of_its_own(
         seen.append(gpu)
         return [], None
 
-    _stand_in(measured, monkeypatch)
+    stand_in(measured, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     cases = [Case("vgg19", "plain", round=number) for number in range(2)]
-    sweep.execute(cases, _arguments(tmp_path, at_once=2), 60)
+    sweep.execute(cases, played.arguments(tmp_path, at_once=2), 60)
     assert sorted(seen) == ["3", "5"]
     with pytest.raises(GivenError, match="at most 2"):
-        sweep.execute(cases, _arguments(tmp_path, at_once=3), 60)
+        sweep.execute(cases, played.arguments(tmp_path, at_once=3), 60)
 
 
 def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
@@ -322,7 +321,7 @@ def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
         begun.extend(cases)
         return [], None
 
-    _stand_in(measured, monkeypatch)
+    stand_in(measured, monkeypatch)
     known = tmp_path / "known.jsonl"
     took = {"vgg19": (1.0, 1000.0, 1000.0), "alexnet": (1000.0, 1.0, 1.0, 1.0)}
     records.write(
@@ -341,7 +340,7 @@ def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
     ]
     slow = both[0].as_json() | about | {"wall_seconds": 1000.0}
     records.append(known, replace(both[0], round=1).as_json() | slow | {"round": 1})
-    sweep.execute([*cases, *both], _arguments(tmp_path, [known]), 60)
+    sweep.execute([*cases, *both], played.arguments(tmp_path, [known]), 60)
     assert begun == [cases[1], both[1]]
 
 
@@ -349,7 +348,7 @@ def test_without_a_device_nothing_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = _arguments(tmp_path)
+    arguments = played.arguments(tmp_path)
     assert sweep.execute([Case("vgg19", "plain")], arguments, 60) == 2
     assert "--toy" in capsys.readouterr().out
     assert not arguments.out.exists()
@@ -367,17 +366,6 @@ def test_a_line_says_what_is_known() -> None:
 def test_the_page_names_every_suite() -> None:
     text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     assert all(f"| `{name}` |" in text for name in SUITES)
-
-
-def _stand_in(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``measured`` be what measures, here."""
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: HERE)
-
-
-def _arguments(tmp_path: Path, known: Sequence[Path] = (), at_once: int = 1) -> argparse.Namespace:
-    out = tmp_path / "out.jsonl"
-    return argparse.Namespace(out=out, known=known, case_limit_s=9.0, at_once=at_once)
 
 
 def _capped_cases_keep_to_their_caps(found: list[dict[str, Any]]) -> None:

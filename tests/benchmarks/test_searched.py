@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,11 @@ import pytest
 
 from benchmarks import records, sweep
 from benchmarks.cases import FOUND, Case
+from tests.benchmarks import played
+from tests.benchmarks.played import HERE, stand_in
 
-HERE = {"device_name": "a device", "torch": "2"}
 CAP = Case("vgg19", "checkpoint", "smallest", device="cpu")
 SEARCH = {"outcome": FOUND, "budget_bytes": 7, "trials": [[7, None]], "wall_seconds": 100.0}
-
-
-def _arguments(tmp_path: Path) -> argparse.Namespace:
-    return argparse.Namespace(out=tmp_path / "out.jsonl", known=(), case_limit_s=200.0, at_once=1)
 
 
 def _played(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, dict[str, int]]]:
@@ -36,8 +32,7 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, dict[str, int]]
         keep(case.as_json() | HERE | ended)
         return [*others, case] if searches else others, None
 
-    monkeypatch.setattr(sweep, "measure", measured)
-    monkeypatch.setattr(sweep, "here", lambda _device: HERE)
+    stand_in(measured, monkeypatch)
     return told
 
 
@@ -50,7 +45,7 @@ def test_in_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(sweep, "measure", counted)
     case = Case("vgg19", "checkpoint", "smallest", device="cpu", toy=True, repeats=2)
-    sweep.execute([case], _arguments(tmp_path), 200)
+    sweep.execute([case], played.arguments(tmp_path), 200)
     search, found = records.read(tmp_path / "out.jsonl")
     assert begun == [[case], [case]]
     assert (search["outcome"], found["outcome"]) == (FOUND, "ok")
@@ -65,7 +60,7 @@ def test_a_cap_that_is_found_is_measured_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, other = _played(monkeypatch), Case("vgg19", "plain", device="cpu")
-    sweep.execute([CAP, other], _arguments(tmp_path), 200)
+    sweep.execute([CAP, other], played.arguments(tmp_path), 200)
     assert told == [
         (CAP, {}),
         (CAP, {CAP.cap_of("checkpoint"): 7}),
@@ -87,7 +82,7 @@ def test_a_search_that_ended_is_not_made_again(
     slow = before | {"budget_bytes": None, "outcome": "out of memory"}
     records.write(out, [slow, quick, quick | {"round": 1}, CAP.as_json() | HERE | SEARCH])
     another = replace(CAP, round=2, precision="fp32")
-    sweep.execute([CAP, another], _arguments(tmp_path), 60)
+    sweep.execute([CAP, another], played.arguments(tmp_path), 60)
     assert told == [(CAP, {CAP.cap_of("checkpoint"): 7})]
     assert records.read(out)[-1]["trials"] == SEARCH["trials"]
 
@@ -97,7 +92,7 @@ def test_a_cap_found_on_another_machine_than_the_first_is_measured_too(
 ) -> None:
     told = _played(monkeypatch)
     monkeypatch.setattr(sweep, "here", lambda _device: HERE | {"device_name": "the first one"})
-    sweep.execute([CAP], _arguments(tmp_path), 200)
+    sweep.execute([CAP], played.arguments(tmp_path), 200)
     assert [caps for _, caps in told] == [{}, {CAP.cap_of("checkpoint"): 7}]
 
 
@@ -107,7 +102,7 @@ def test_a_cap_that_others_need_is_measured_where_it_is_only_found(
     told, out = _played(monkeypatch), tmp_path / "out.jsonl"
     records.write(out, [CAP.as_json() | HERE | SEARCH])
     ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
-    sweep.execute([ours], _arguments(tmp_path), 200)
+    sweep.execute([ours], played.arguments(tmp_path), 200)
     assert [case.method for case, _ in told] == ["checkpoint", "belady:auto"]
     assert "on record" not in capsys.readouterr().out
 
@@ -160,5 +155,5 @@ def test_of_shares_of_caps_the_largest_budget_comes_first(
     budgets = ["100%:checkpoint", "100%:save_on_cpu", "100%:checkpoint+save_on_cpu"]
     budgets += ["50%:checkpoint"]
     cases = [Case("vgg19", "belady:auto", it, device="cpu", shared=True) for it in budgets]
-    sweep.execute(cases, _arguments(tmp_path), 200)
+    sweep.execute(cases, played.arguments(tmp_path), 200)
     assert [case.budget for case, _ in told] == [budgets[at] for at in (0, 2, 3, 1)]

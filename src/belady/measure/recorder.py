@@ -175,9 +175,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         gap = perf_counter() - self._last
         kwargs = kwargs or {}
-        aside = self.paused or func.namespace == "prim" or func is _DETACH
-        if aside or (self.call is not None and self.call.is_over()):
-            return func(*args, **kwargs)  # a mode cannot be taken off inside it
+        unseen = self.paused or func.namespace == "prim" or func is _DETACH
+        if unseen or (self.call is not None and self.call.is_over()):
+            return func(*args, **kwargs)  # no mode can be taken off inside it
         op = self._begin(func, args, kwargs, gap)
         if op.into_first and self.alone(args):
             func, op.name, op.may_sum = INTO, str(INTO), False

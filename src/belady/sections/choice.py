@@ -29,8 +29,8 @@ ROOM = (0.85, 1.0)
 # static trace said, and for how much less each time than what would have done. They are once more
 # where this part of the budget was left for state that no optimizer keeps.
 _ANEW, _LESS, _SPARE = 2, 0.98, 1 / 16
-# In more slices a call that fits whole is not cut for its workspaces: an algorithm that does
-# without one costs less than the launches of kernels that small.
+# In more slices a call that fits whole is not cut for its workspaces: launches of small kernels
+# would cost more than an algorithm without one does. From which number on is not measured.
 _FEW = 16
 # How far apart a budget that does and one that does not may be, where the smallest is looked for.
 _CLOSE = 1.1

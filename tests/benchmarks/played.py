@@ -1,0 +1,27 @@
+"""Sweeps whose processes are played."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import sweep
+
+# What records of this machine say of it, where processes are only played.
+HERE = {"device_name": "a device", "torch": "2"}
+
+
+def stand_in(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``measured`` be what measures, here."""
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "here", lambda _device: HERE)
+
+
+def arguments(tmp_path: Path, known: Sequence[Path] = (), at_once: int = 1) -> argparse.Namespace:
+    """What a sweep is given, whose records go to ``out.jsonl``."""
+    out = tmp_path / "out.jsonl"
+    return argparse.Namespace(out=out, known=known, case_limit_s=200.0, at_once=at_once)
