@@ -113,6 +113,16 @@ def test_a_cap_that_is_known_is_not_searched_for_again() -> None:
     assert again["budget_bytes"] == found["budget_bytes"]
 
 
+def test_a_search_for_ours_begins_with_what_the_best_peer_passes() -> None:
+    case = Case("vgg19", "belady:auto", "smallest", **_toy())
+    caps = {case.cap_of("checkpoint"): 1 << 30, case.cap_of("save_on_cpu"): 4 << 20}
+    # Another precision says nothing of this one.
+    caps[replace(case, precision="bf16").cap_of("checkpoint")] = 1 << 10
+    found = child._outcome(case, Known({}, caps))
+    assert found["trials"][0] == [4 << 20, None]
+    assert found["budget_bytes"] <= 4 << 20
+
+
 def _toy() -> dict[str, Any]:
     return {"device": "cpu", "toy": True, "repeats": 2}
 
