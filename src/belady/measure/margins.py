@@ -15,6 +15,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.measure.corrections import unhindered_seconds, wider
+from belady.planners.price import KEPT, price
 from belady.planners.workspace import convolves
 from belady.simulate.blocks import excess
 
@@ -123,9 +124,13 @@ def _tighter(
 def _roomier(
     trace: Trace, plan: Plan, hardware: HardwareProfile, make: Make
 ) -> tuple[Plan, HardwareProfile] | None:
-    """A plan with a wider margin in which its blocks fit."""
+    """A plan with a wider margin in which its blocks fit, if it is worth that much time.
+
+    A budget in which an op's workspace has hardly any room can leave much slower ones alone.
+    """
     allocator, budget = hardware.allocator, plan.budget.device_bytes
-    lacking = excess(trace, plan, allocator) * budget / max(1, budget - allocator.settled_bytes)
+    over = excess(trace, plan, allocator)
+    lacking = over * budget / max(1, budget - allocator.settled_bytes)
     little = (1 + allocator.margin_fraction) * (1 + _MORE * lacking) - 1
     more = wider(allocator), wider(wider(allocator))
     margins = sorted((little, *(it.margin_fraction for it in more)))
@@ -136,7 +141,8 @@ def _roomier(
         except InfeasibleBudgetError:
             return None
         if fits(trace, other, changed):
-            return other, changed
+            worth = other.predicted_seconds <= price(plan.predicted_seconds, over, KEPT)
+            return (other, changed) if worth else None
     return None
 
 

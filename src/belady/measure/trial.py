@@ -14,6 +14,9 @@ from belady.memory.cap import SPARE_BYTES
 
 # Part of a budget up to which a plan needs nothing of the allocator.
 _NEAR = 0.5
+# What an iteration counts as in which the allocator flushed its cache: what is allocated beside it
+# can make it flush more, or wait longer for that.
+_FLUSHED = 1.5
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,26 @@ class Trial:
 
 
 def best(tried: Sequence[Trial]) -> Trial:
-    """Of plans that kept to the budget, then under which the allocator had room, the fastest."""
+    """Of plans that kept to the budget the fastest; one with flushes counts as slower than it was.
 
-    def preference(trial: Trial) -> tuple[bool, bool, float]:
+    One that was not measured only if there is no other.
+    """
+
+    def preference(trial: Trial) -> tuple[bool, float]:
         measured = trial.measured
-        if measured is None:
-            return True, True, 0.0
-        return not trial.keeps(), bool(measured.allocation_retries), measured.seconds
+        return (True, math.inf) if measured is None else (not trial.keeps(), _counted(measured))
 
     return min(tried, key=preference)
 
 
 def fastest(tried: Sequence[Trial]) -> float:
-    """Seconds measured under a plan that kept to the budget without flushes; infinite if none."""
+    """What `best` counts the fastest as that kept to the budget, in seconds; infinite if none."""
     found = (it.measured for it in tried if it.keeps())
-    return min((it.seconds for it in found if it and not it.allocation_retries), default=math.inf)
+    return min(map(_counted, filter(None, found)), default=math.inf)
+
+
+def _counted(measured: Measured) -> float:
+    return measured.seconds * (_FLUSHED if measured.allocation_retries else 1.0)
 
 
 def margin(trial: Trial) -> tuple[float, bool]:

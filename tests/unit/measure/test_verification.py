@@ -231,6 +231,18 @@ def test_a_margin_that_blocks_will_need_is_there_from_the_start(
     assert round(trial.hardware.allocator.margin_fraction, 3) == margin
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "most", "begun"), [(1.0, 1.3, False), (0.02, 1.3, True), (0.02, 1.45, False)]
+)
+def test_it_is_not_where_its_plan_would_take_longer_than_flushes(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, most: float, begun: bool
+) -> None:
+    needing(monkeypatch, most)
+    links = with_links_of(bytes_per_s * MIB)
+    trial = Verification(Policy("lifetime", Budget(6 * MIB)), links).first(BIG)
+    assert (trial.hardware.allocator.margin_fraction == links.allocator.margin_fraction) is begun
+
+
 FINE = trace_of([1.0] * 130, [(MIB // 10, at, 129 - at) for at in range(60)])
 
 
