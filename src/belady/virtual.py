@@ -54,10 +54,10 @@ def virtualize(
         Bytes as a number or text such as ``"12GiB"``. CUDA: bytes reserved by torch's allocator.
         CPU: bytes of live storages.
     policy
-        ``"auto"``, ``"hybrid"``, ``"lifetime"``, ``"vdnn_all"``, ``"vdnn_conv"``,
-        ``"vdnn_dyn"``, ``"tvdnn_ilp"``, ``"tvdnn_greedy"``, ``"layrub_hybrid"``,
-        ``"layrub_inter"``, ``"layrub_intra"``, ``"ocdnn_naive"``, ``"ocdnn_opt"``, ``"floor"`` or
-        ``"baseline"``.
+        ``"auto"``, ``"hybrid"``, ``"hybrid_cheap"``, ``"lifetime"``, ``"vdnn_all"``,
+        ``"vdnn_conv"``, ``"vdnn_dyn"``, ``"tvdnn_ilp"``, ``"tvdnn_greedy"``,
+        ``"layrub_hybrid"``, ``"layrub_inter"``, ``"layrub_intra"``, ``"ocdnn_naive"``,
+        ``"ocdnn_opt"``, ``"floor"`` or ``"baseline"``.
     host_budget, disk_budget
         Most bytes of pinned host memory and of disk; None is what the machine has.
     spill_dir

@@ -25,7 +25,7 @@ from belady.units import format_bytes
 # What every loss of classes begins with, and what attention has where no fused kernel takes it.
 _LOSS, _MATRIX = "_log_softmax", "_safe_softmax"
 # What has losses and heads in slices: the others do as their papers say.
-_POLICIES = frozenset({"auto", "hybrid"})
+_POLICIES = frozenset({"auto", "hybrid", "hybrid_cheap"})
 # Why modules are not in slices: of so many it is said.
 _REASONS = 3
 # The part of the budget from which on the logarithms of a loss matter, or a matrix of attention.

@@ -34,7 +34,7 @@ _OPS = 5_000
 _MORE = 1.5
 
 # Policies that fill what room there is; the others do as their papers say.
-FILLING = frozenset({"auto", "hybrid", "lifetime"})
+FILLING = frozenset({"auto", "hybrid", "hybrid_cheap", "lifetime"})
 
 # Makes the plan for a machine, or raises `InfeasibleBudgetError`.
 Make = Callable[[HardwareProfile], Plan]

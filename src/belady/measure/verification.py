@@ -120,18 +120,16 @@ class Verification:
     ) -> Trial:
         """A plan for a budget without room for the stated margin, which the floor has just run in.
 
-        Half of the room that there is goes to the margin. Nothing is recomputed where there are
-        convolutions: with memory that scarce, cuDNN may not get the workspace of the algorithm that
-        it took before. Of plans whose blocks are foretold to need more than there is the floor is
-        the one that ran.
+        Half of the room that there is goes to the margin. No convolution is computed again: with
+        memory that scarce, cuDNN may not get the workspace of the algorithm that it took before. Of
+        plans whose blocks are foretold to need more than there is the floor is the one that ran.
         """
         budget = self._policy.budget.device_bytes
         peak = hardware.allocator.peak_within(error.smallest_bytes)
         stated = hardware.allocator.margin_fraction
         half = min(stated, hardware.allocator.fraction_of(peak, budget) / 2)
-        convolves = any("convolution" in op.name for op in trace.ops)
         found: list[tuple[float, Trial]] = []
-        for name in ("lifetime", "floor") if convolves else ("hybrid", "lifetime", "floor"):
+        for name in ("hybrid_cheap", "lifetime", "floor"):
             fraction = 0.0 if name == "floor" else max(half, 0.0)
             tight = replace(hardware.allocator, margin_fraction=fraction, margin_bytes=0)
             tight_hardware = replace(hardware, allocator=tight)

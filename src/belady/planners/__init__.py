@@ -18,6 +18,7 @@ from belady.ir.trace import Trace
 from belady.planners.auto import AUTO
 from belady.planners.base import Planner
 from belady.planners.baseline import BASELINE
+from belady.planners.cheap import HYBRID_CHEAP
 from belady.planners.floor import FLOOR
 from belady.planners.hybrid import HYBRID
 from belady.planners.layrub import LAYRUB_HYBRID, LAYRUB_INTER, LAYRUB_INTRA
@@ -30,7 +31,7 @@ from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 __all__ = ["POLICIES", "Planner", "plan", "smallest_budget"]
 
 _PLANNERS: tuple[Planner, ...] = (
-    *(AUTO, HYBRID, LIFETIME, VDNN_ALL, VDNN_CONV, VDNN_DYN, TVDNN_ILP, TVDNN_GREEDY),
+    *(AUTO, HYBRID, HYBRID_CHEAP, LIFETIME, VDNN_ALL, VDNN_CONV, VDNN_DYN, TVDNN_ILP, TVDNN_GREEDY),
     *(LAYRUB_HYBRID, LAYRUB_INTER, LAYRUB_INTRA, OCDNN_NAIVE, OCDNN_OPT, FLOOR, BASELINE),
 )
 # Planners by the name that users give, the default first.
