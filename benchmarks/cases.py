@@ -97,10 +97,23 @@ class Case:
 
     def cap_of(self, method: str) -> str:
         """Name of the smallest cap that ``method`` passes in this case's setting."""
-        return replace(
-            self, method=method, budget="smallest", repeats=0, equal_steps=0, round=0,
-            shared=False, group="",
-        ).key  # fmt: skip
+        return replace(self, method=method, budget="smallest").name
+
+    @property
+    def plain(self) -> str:
+        """Name of what plain needs without a cap in this case's setting."""
+        return replace(self, method="plain", budget="none").name
+
+    @property
+    def base(self) -> str:
+        """Name of what the budget is a share of: of a peer's cap or plain's peak; empty if none."""
+        of_plain = self.plain if self.budget.endswith("%") else ""
+        return self.cap_of(self.peer) if self.peer else of_plain
+
+    @property
+    def name(self) -> str:
+        """Of what a budget does to a method, however often and beside what it is measured."""
+        return replace(self, repeats=0, equal_steps=0, round=0, shared=False, group="").key
 
     @property
     def reference(self) -> str:

@@ -1,6 +1,6 @@
 """The process that measures: cases of one workload in, a JSON line for each out.
 
-``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, "caps": {…}}`` from a line
+``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, …}`` from a line
 of its input, and ends where the input does: whoever asked is gone then, however that came. Plain's
 losses and gradients, which equality is judged by, are taken from ``references`` or worked out here
 first, and then told in the record. ``caps`` are those that budgets are shares of. What it is at, as
@@ -61,14 +61,16 @@ class Known:
         Plain's losses and gradients, by `Case.reference`.
     caps
         Smallest caps in bytes, by `Case.cap_of`.
-    observed, plain_peaks
-        What a floor run showed, and plain's peak, by `Case.together`.
+    plain_peaks
+        Most bytes that plain held, by `Case.plain`.
+    observed
+        What a floor run showed, by `Case.together`.
     """
 
     references: dict[str, Record]
     caps: dict[str, int] = field(default_factory=dict)
-    observed: dict[str, Run] = field(default_factory=dict)
     plain_peaks: dict[str, int] = field(default_factory=dict)
+    observed: dict[str, Run] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -79,7 +81,7 @@ def main() -> None:
     logging.getLogger("belady").setLevel(logging.INFO)
     given = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
-    known = Known(given.get("references", {}), given.get("caps", {}))
+    known = Known(**{name: given.get(name, {}) for name in ("references", "caps", "plain_peaks")})
     for entry in given["cases"]:
         case = from_json(entry)
         begun = time.perf_counter()
@@ -233,15 +235,14 @@ class _Bench:
         return parse_bytes(budget)
 
     def _plain_peak(self) -> int:
-        name = self.case.together
-        if name not in self._known.plain_peaks:
+        peaks, name = self._known.plain_peaks, self.case.plain
+        if name not in peaks:
             with opened(self._make(), "plain") as opener, opener(None) as it:
                 it.warm_up()
-                peak = int(settled_peak(it, STEADY)["peak_allocated_bytes"])
-            self._known.plain_peaks[name] = peak
+                peaks[name] = int(settled_peak(it, STEADY)["peak_allocated_bytes"])
             del it, opener
             tidy(None)
-        return self._known.plain_peaks[name]
+        return peaks[name]
 
     def _smallest(self, work: Workload, opener: Opener) -> Record:
         if self.case.method.startswith(OWN):

@@ -110,6 +110,17 @@ def caps(records: Iterable[Record]) -> dict[str, int | None]:
     return found
 
 
+def plain_peaks(records: Iterable[Record]) -> dict[str, int]:
+    """Most bytes that plain held without a cap, by the name that `Case.plain` gives it."""
+    return {
+        from_json(record).plain: record["peak_allocated_bytes"]
+        for record in records
+        if (record.get("method"), record.get("budget")) == ("plain", "none")
+        and "peak_allocated_bytes" in record
+        and key_of(record) is not None
+    }
+
+
 def with_search(record: Record, known: Iterable[Record]) -> Record:
     """A record of a cap with how that was found, if ``known`` says it."""
     key = key_of(record)

@@ -113,7 +113,7 @@ class Sweep:
                     self._changed.notify_all()
 
     def _taken(self) -> Group | None:
-        """The next group whose caps nobody is about to find; None if there is none left."""
+        """The next group whose budgets nobody is about to find; None if there is none left."""
         with self._changed:
             while self._pending:
                 ready = next(filter(self._is_ready, self._pending), None)
@@ -125,10 +125,10 @@ class Sweep:
         return None
 
     def _is_ready(self, group: Group) -> bool:
-        needed = {case.cap_of(case.peer) for case in group if case.peer}
-        # Who finds a cap comes first, see `after_caps`, and so is at it or done.
-        finders = (case for it in self._running for case in it if case.budget == "smallest")
-        return not any(case.cap_of(case.method) in needed for case in finders)
+        # Who finds a cap comes first, see `after_caps`, and so is at it or done. So is plain if it
+        # is asked for; else a case in percent of its peak runs it by itself.
+        finders = {case.name for it in self._running for case in it}
+        return finders.isdisjoint(case.base for case in group)
 
     def _measure(self, group: Group, gpu: str | None) -> None:
         remaining = group
@@ -144,7 +144,8 @@ class Sweep:
                 remaining = remaining[1:]
                 continue
             allowed = min(left, self._case_limit_s * len(remaining))
-            told = {"references": records.references(known), "caps": caps}
+            peaks = records.plain_peaks(known)
+            told = {"references": records.references(known), "caps": caps, "plain_peaks": peaks}
             remaining, ended = measure(remaining, told, allowed, self._keep, gpu)
             if ended is not None and time.monotonic() < self._deadline:
                 failed = remaining.pop(0)

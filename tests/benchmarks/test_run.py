@@ -81,15 +81,18 @@ def test_a_cap_is_found_before_what_needs_it() -> None:
 
 
 def test_what_is_compiled_has_a_process_of_its_own() -> None:
+    methods = ("belady-graph:auto", "belady-graph:floor", "belady:auto", "bound")
+    ours = [Case("resnet50", method, "50%", shared=True) for method in methods]
+    assert list(grouped(ours)) == [ours[:2], ours[2:]]
+
+
+def test_only_bounds_share_a_process_in_a_frontier() -> None:
     parser = argparse.ArgumentParser()
     frontier.add_arguments(parser)
-    given = parser.parse_args(
-        ["out", "--policy", "belady-graph:auto", "--policy", "auto", "--rounds", "1"]
-    )
-    ours = [case for case in frontier.cases(given) if case.shared]
-    groups = [{case.method for case in group} for group in grouped(ours)]
-    assert [it for it in groups if "belady-graph:auto" in it] == [{"belady-graph:auto"}] * 2
-    assert {"belady:auto"} in groups
+    cases = list(frontier.cases(parser.parse_args(["out", "--rounds", "1"])))
+    bounds = [case for case in cases if case.method == "bound"]
+    assert len(bounds) > 1
+    assert [group for group in grouped(cases) if len(group) > 1] == [bounds]
 
 
 def test_a_cap_of_another_setting_is_another() -> None:
