@@ -107,8 +107,15 @@ class Case:
     @property
     def base(self) -> str:
         """Name of what the budget is a share of: of a peer's cap or plain's peak; empty if none."""
-        of_plain = self.plain if self.budget.endswith("%") else ""
-        return self.cap_of(self.peer) if self.peer else of_plain
+        return "" if self.finder is None else self.finder.name
+
+    @property
+    def finder(self) -> Case | None:
+        """The case that finds what the budget is a share of; None if of nothing."""
+        if "%" not in self.budget:
+            return None
+        method, budget = (self.peer, "smallest") if self.peer else ("plain", "none")
+        return replace(self, method=method, budget=budget, equal_steps=0, round=0, shared=False)
 
     @property
     def name(self) -> str:

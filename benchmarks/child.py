@@ -1,10 +1,10 @@
 """The process that measures: cases of one workload in, a JSON line for each out.
 
-``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, …}`` from a line
+``python -m benchmarks.child`` reads ``{"cases": […], "references": {…}, "bases": {…}}`` from a line
 of its input, and ends where the input does: whoever asked is gone then, however that came. Plain's
 losses and gradients, which equality is judged by, are taken from ``references`` or worked out here
-first, and then told in the record. ``caps`` are those that budgets are shares of. What it is at, as
-a case can take minutes, it tells on its stderr.
+first, and then told in the record. ``bases`` are what budgets are shares of. What it is at, as a
+case can take minutes, it tells on its stderr.
 """
 
 from __future__ import annotations
@@ -59,17 +59,14 @@ class Known:
     ----------
     references
         Plain's losses and gradients, by `Case.reference`.
-    caps
-        Smallest caps in bytes, by `Case.cap_of`.
-    plain_peaks
-        Most bytes that plain held, by `Case.plain`.
+    bases
+        Smallest caps and plain's peak in bytes, by `Case.base`.
     observed
         What a floor run showed, by `Case.together`.
     """
 
     references: dict[str, Record]
-    caps: dict[str, int] = field(default_factory=dict)
-    plain_peaks: dict[str, int] = field(default_factory=dict)
+    bases: dict[str, int] = field(default_factory=dict)
     observed: dict[str, Run] = field(default_factory=dict)
 
 
@@ -81,7 +78,7 @@ def main() -> None:
     logging.getLogger("belady").setLevel(logging.INFO)
     given = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
-    known = Known(**{name: given.get(name, {}) for name in ("references", "caps", "plain_peaks")})
+    known = Known(given.get("references", {}), given.get("bases", {}))
     for entry in given["cases"]:
         case = from_json(entry)
         begun = time.perf_counter()
@@ -104,7 +101,11 @@ def _end_with(descriptor: int) -> None:
 def _outcome(case: Case, known: Known) -> Record:
     """Whatever happens is a result."""
     try:
-        return {"outcome": "ok"} | _Bench(case, known).run()
+        record = {"outcome": "ok"} | _Bench(case, known).run()
+        if case.name == case.plain:
+            # For those that share this process.
+            known.bases[case.plain] = record["peak_allocated_bytes"]
+        return record
     except AbsentError as error:
         return {"outcome": "absent", "error": str(error)}
     except belady.InfeasibleBudgetError as error:
@@ -142,7 +143,7 @@ class _Bench:
         if not ours and (absent := available(self._make(), self.case.method)) is not None:
             raise AbsentError(absent)
         tidy(None)
-        known = self._known.caps.get(self.case.cap_of(self.case.method))
+        known = self._known.bases.get(self.case.cap_of(self.case.method))
         searched = self.case.budget == "smallest" and known is None
         if searched and ours:
             self._observed()
@@ -227,22 +228,10 @@ class _Bench:
         if budget == "own":
             return self._own()
         if budget == "smallest":
-            return self._known.caps[self.case.cap_of(self.case.method)]
-        if self.case.peer:
-            return int(self._known.caps[self.case.cap_of(self.case.peer)] * self.case.share)
-        if budget.endswith("%"):
-            return int(self._plain_peak() * self.case.share)
+            return self._known.bases[self.case.cap_of(self.case.method)]
+        if self.case.base:
+            return int(self._known.bases[self.case.base] * self.case.share)
         return parse_bytes(budget)
-
-    def _plain_peak(self) -> int:
-        peaks, name = self._known.plain_peaks, self.case.plain
-        if name not in peaks:
-            with opened(self._make(), "plain") as opener, opener(None) as it:
-                it.warm_up()
-                peaks[name] = int(settled_peak(it, STEADY)["peak_allocated_bytes"])
-            del it, opener
-            tidy(None)
-        return peaks[name]
 
     def _smallest(self, work: Workload, opener: Opener) -> Record:
         if self.case.method.startswith(OWN):
@@ -252,9 +241,8 @@ class _Bench:
             guesses = [high, self._stated(replace(allocator, margin_fraction=0.0, margin_bytes=0))]
             # A cap in which all but large workspaces fit can fail, and a smaller one pass, in which
             # slices leave room for them. So what a peer passes is asked first.
-            names = map(self.case.cap_of, PEERS)
-            others = [self._known.caps[it] for it in names if it in self._known.caps]
-            guesses = [*sorted(others)[:1], *guesses]
+            caps = (self._known.bases.get(self.case.cap_of(name)) for name in PEERS)
+            guesses = [*sorted(it for it in caps if it is not None and it < high)[:1], *guesses]
         else:
             with opener(None) as it:
                 it.warm_up()

@@ -130,13 +130,18 @@ def table(found: Iterable[Record]) -> str:
     for record in found:
         if record["method"] != BOUND:
             cases.setdefault((record["method"], str(record.get("budget"))), []).append(record)
-    rows = [Row(tuple(records)) for records in cases.values()]
+    rows = [Row(tuple(_apart(records))) for records in cases.values()]
     measured = sorted((row for row in rows if _ok(row)), key=lambda row: -row.cap_bytes)
     ours = [row for row in measured if row.ours]
     failed = [row for row in rows if not _ok(row)]
     lines = [_line(row, ours, failed) for row in measured]
     lines += [_failed(record) for row in failed for record in row.failed]
     return _HEAD + "".join(lines)
+
+
+def _apart(records: list[Record]) -> list[Record]:
+    """Those of processes of their own, if any are: what cuDNN takes stays with a process."""
+    return [it for it in records if not it.get("shared")] or records
 
 
 def _ok(row: Row) -> bool:

@@ -63,7 +63,7 @@ def measure(
     Parameters
     ----------
     known
-        What records say that others refer to: ``references`` and ``caps``.
+        What records say that others refer to: ``references`` and ``bases``.
     gpu
         The only one that the process sees; None: those that this one does.
 

@@ -99,26 +99,22 @@ def _gives_way(before: Record, record: Record) -> bool:
     return outcome == FOUND or (outcome == "crash" and record.get("outcome") != FOUND)
 
 
-def caps(records: Iterable[Record]) -> dict[str, int | None]:
-    """Smallest caps that methods passed, None where none did, by the name of `Case.cap_of`."""
+def bases(records: Iterable[Record]) -> dict[str, int | None]:
+    """What budgets are shares of, in bytes, by `Case.base`; None where there turned out to be none.
+
+    That is the smallest cap that a method passed, and the most that plain held without one.
+    """
     found: dict[str, int | None] = {}
     for record in records:
-        if record.get("budget") == "smallest" and key_of(record) is not None:
-            name = from_json(record).cap_of(record["method"])
-            passed = record["budget_bytes"] if record["outcome"] in ("ok", FOUND) else None
-            found[name] = found.get(name) or passed
+        if key_of(record) is None:
+            continue
+        case, ended = from_json(record), record["outcome"] in ("ok", FOUND)
+        if case.budget == "smallest":
+            found[case.name] = found.get(case.name) or (record["budget_bytes"] if ended else None)
+        elif case.name == case.plain:
+            peak = record.get("peak_allocated_bytes")
+            found[case.name] = found.get(case.name) or (peak if ended else None)
     return found
-
-
-def plain_peaks(records: Iterable[Record]) -> dict[str, int]:
-    """Most bytes that plain held without a cap, by the name that `Case.plain` gives it."""
-    return {
-        from_json(record).plain: record["peak_allocated_bytes"]
-        for record in records
-        if (record.get("method"), record.get("budget")) == ("plain", "none")
-        and "peak_allocated_bytes" in record
-        and key_of(record) is not None
-    }
 
 
 def with_search(record: Record, known: Iterable[Record]) -> Record:

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -65,7 +64,7 @@ class Sweep:
         self._out, self._others, self._machines = out, others, machines
         self._deadline, self._case_limit_s = deadline, case_limit_s
         self._at_once = 1
-        self._found: dict[str, int] = {}  # caps that are to be measured
+        self._found: dict[str, int | None] = {}  # caps that are to be measured
         self._pending: list[Group] = []
         self._running: list[Group] = []
         self._errors: list[BaseException] = []
@@ -125,8 +124,7 @@ class Sweep:
         return None
 
     def _is_ready(self, group: Group) -> bool:
-        # Who finds a cap comes first, see `after_caps`, and so is at it or done. So is plain if it
-        # is asked for; else a case in percent of its peak runs it by itself.
+        # Who finds a base comes before who needs it, see `after_bases`, and so is at it or done.
         finders = {case.name for it in self._running for case in it}
         return finders.isdisjoint(case.base for case in group)
 
@@ -135,7 +133,7 @@ class Sweep:
         while remaining:
             with self._changed:
                 known = self._known()
-            remaining, caps = _capped(remaining, records.caps(known) | self._found)
+            remaining, bases = _based(remaining, records.bases(known) | self._found)
             if not remaining:
                 return
             left = self._deadline - time.monotonic()
@@ -144,8 +142,7 @@ class Sweep:
                 remaining = remaining[1:]
                 continue
             allowed = min(left, self._case_limit_s * len(remaining))
-            peaks = records.plain_peaks(known)
-            told = {"references": records.references(known), "caps": caps, "plain_peaks": peaks}
+            told = {"references": records.references(known), "bases": bases}
             remaining, ended = measure(remaining, told, allowed, self._keep, gpu)
             if ended is not None and time.monotonic() < self._deadline:
                 failed = remaining.pop(0)
@@ -162,24 +159,22 @@ class Sweep:
         with self._changed:
             if record["outcome"] == FOUND:
                 # Even if it is of another GPU than the first: it is not to be searched for again.
-                self._found |= records.caps([record])
+                self._found |= records.bases([record])
             record = records.with_search(record, self._known())
             records.append(self._out, record)
             print(line(record), flush=True)
 
 
-def after_caps(cases: Sequence[Case], caps: Container[str]) -> list[Case]:
-    """The cases, each after the one that finds the cap that its budget is a share of.
+def after_bases(cases: Sequence[Case], bases: Container[str]) -> list[Case]:
+    """The cases, each after the one that finds what its budget is a share of.
 
-    ``caps`` names those that are known.
+    ``bases`` names what is known.
     """
-    listed = {it.cap_of(it.method): it for it in reversed(cases) if it.budget == "smallest"}
+    listed = {it.name: it for it in reversed(cases)}
     found: dict[Case, None] = {}
     for case in cases:
-        name = case.cap_of(case.peer)
-        if case.peer and name not in caps:
-            alone = replace(case, method=case.peer, budget="smallest", equal_steps=0, round=0)
-            found[listed.get(name, replace(alone, shared=False))] = None
+        if case.finder is not None and case.base not in bases:
+            found[listed.get(case.base, case.finder)] = None
         found[case] = None
     return list(found)
 
@@ -204,13 +199,13 @@ def _gpus(count: int) -> list[str | None]:
 def _left(
     cases: Sequence[Case], held: Sequence[Record], machines: Mapping[str, Record]
 ) -> list[Case]:
-    """The cases that no record is about on this machine, after those that find their caps.
+    """The cases that no record is about on this machine, after those that find their bases.
 
     What crashed is not tried again unless its line is deleted.
     """
     held = [record for record in held if record.get("outcome") != FOUND]
     known = _of(machines, held)
-    cases = after_caps(cases, records.caps(known))
+    cases = after_bases(cases, records.bases(known))
     done = {records.key_of(record) for record in known}
     todo = [case for case in cases if case.key not in done]
     if len(todo) < len(cases):
@@ -227,23 +222,25 @@ def _of(machines: Mapping[str, Record], held: Iterable[Record]) -> list[Record]:
     return [it for it in held if (it.get("device"), *records.machine(it)) in these]
 
 
-def _capped(
-    cases: Sequence[Case], caps: Mapping[str, int | None]
+def _based(
+    cases: Sequence[Case], bases: Mapping[str, int | None]
 ) -> tuple[list[Case], dict[str, int]]:
-    """The cases but for those whose budget is a share of a cap that there is not, and the caps.
+    """The cases but for those whose budget is a share of what there is not, and what there is.
 
     Of several that share a process the largest budget comes first: what cuDNN takes where memory is
     scarce it would take again where there is more.
     """
-    passed = {name: cap for name, cap in caps.items() if cap is not None}
+    known = {name: nbytes for name, nbytes in bases.items() if nbytes is not None}
+    finders = {case.name for case in cases}
     ready = []
     for case in cases:
-        if case.peer and case.cap_of(case.peer) not in passed:
-            print(f"left out, as there is no cap of {case.peer}: {label(case)}")
+        if case.base and case.base not in known and case.base not in finders:
+            what = f"cap of {case.peer}" if case.peer else "peak of plain"
+            print(f"left out, as there is no {what}: {label(case)}")
         else:
             ready.append(case)
-    ready.sort(key=lambda it: -it.share * passed[it.cap_of(it.peer)] if it.peer else 0)
-    return ready, passed
+    ready.sort(key=lambda it: -it.share * known[it.base] if it.peer else 0)
+    return ready, known
 
 
 def _expected(case: Case, known: Iterable[Record]) -> float:

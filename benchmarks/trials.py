@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
 
 import belady
 from belady.measure.stages import Stage
@@ -20,10 +21,11 @@ _CALM = 2  # as many that verify a plan of ours
 
 
 class Calm:
-    """Whether a plan was seen to keep to a cap.
+    """Whether a plan was seen to keep to a cap, and none under which the cache was flushed.
 
     Ours then tries whether others are faster, and goes on with the best of them. A trial does not
-    wait for that: should another run out of memory, the measurement that follows says so.
+    wait for that: should another run out of memory, the measurement that follows says so. But one
+    that was seen to flush may be the best all the same: then the iterations that follow decide.
 
     Parameters
     ----------
@@ -46,12 +48,18 @@ class Calm:
         """Ask after each iteration."""
         if self._retries is not None:
             self._counts.append(self._retries())
-            phases = self._session.phases()
-            # Before the first of those that are known to be the last, and after the last.
-            first, after = len(phases) - _CALM, len(phases)
-            verified = list(phases[-_CALM:]) == [Stage.VERIFYING.value] * _CALM
-            self.seen = verified and self._counts[first] == self._counts[after]
+            # Of each plan what its verifying iterations flushed, the last of them last.
+            plans = [run for verifies, run in self._runs() if verifies]
+            ends = list(self._session.phases()[-_CALM:]) == [Stage.VERIFYING.value] * _CALM
+            self.seen = ends and not any(any(run[-_CALM:]) for run in plans)
         return self.seen
+
+    def _runs(self) -> Iterator[tuple[bool, list[int]]]:
+        """How often the cache was flushed in iterations in a row that verify, or that do not."""
+        flushes = (after - before for before, after in pairwise(self._counts))
+        phases = zip(self._session.phases(), flushes, strict=False)
+        for verifies, run in groupby(phases, lambda it: it[0] == Stage.VERIFYING.value):
+            yield verifies, [flushed for _, flushed in run]
 
 
 def trial(work: Workload, opener: Opener, cap: int) -> Failure | None:

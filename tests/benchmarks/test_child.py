@@ -113,14 +113,27 @@ def test_a_cap_that_is_known_is_not_searched_for_again() -> None:
     assert again["budget_bytes"] == found["budget_bytes"]
 
 
-def test_a_search_for_ours_begins_with_what_the_best_peer_passes() -> None:
+@pytest.mark.parametrize(
+    ("peers", "first"),
+    [
+        ({"checkpoint": 1 << 30, "save_on_cpu": 1_200_000}, 1_200_000),
+        # Above what ours states, where one chance flush would end the search.
+        ({"checkpoint": 1 << 30, "save_on_cpu": 4 << 20}, None),
+        ({}, None),
+    ],
+)
+def test_a_search_for_ours_begins_with_what_the_best_peer_passes(
+    peers: dict[str, int], first: int | None
+) -> None:
     case = Case("vgg19", "belady:auto", "smallest", **_toy())
-    caps = {case.cap_of("checkpoint"): 1 << 30, case.cap_of("save_on_cpu"): 4 << 20}
+    bases = {case.cap_of(peer): cap for peer, cap in peers.items()}
     # Another precision says nothing of this one.
-    caps[replace(case, precision="bf16").cap_of("checkpoint")] = 1 << 10
-    found = child._outcome(case, Known({}, caps))
-    assert found["trials"][0] == [4 << 20, None]
-    assert found["budget_bytes"] <= 4 << 20
+    bases[replace(case, precision="bf16").cap_of("checkpoint")] = 1 << 10
+    found = child._outcome(case, Known({}, bases))
+    begun, _ = found["trials"][0]
+    own = child._Bench(case, Known({}))._own()
+    assert begun == (first or own)
+    assert found["budget_bytes"] <= own
 
 
 def _toy() -> dict[str, Any]:

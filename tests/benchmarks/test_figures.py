@@ -145,6 +145,16 @@ def test_of_rounds_that_ended_otherwise_the_failure_is_told() -> None:
     assert "| ok" not in told
 
 
+def test_what_shared_a_process_makes_way_for_the_same_by_itself() -> None:
+    shared = [record("belady:auto", 4, seconds, shared=True) for seconds in (0.2, 0.4)]
+    assert "| 300.0 |" in table(shared)
+    told = table([*shared, record("belady:auto", 4, 0.1, shared=False)])
+    assert "| 100.0 |" in told
+    assert told.count("belady:auto") == 1
+    other = record("belady:auto", 5, 0.1)
+    assert "| 300.0 |" in table([*shared, other])
+
+
 def _verdicts(found: list[dict[str, Any]]) -> list[str]:
     rows = [line.split(" | ") for line in table(found).splitlines()[2:]]
     told = {row[0].removeprefix("| "): row[-1].removesuffix(" |") for row in rows}

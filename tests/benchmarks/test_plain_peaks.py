@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import child, records, sweep
-from benchmarks.cases import Case
+from benchmarks import child, processes, records, sweep
+from benchmarks.cases import BOUND, Case
 from benchmarks.child import Known
+from benchmarks.suites import SUITES
 from tests.benchmarks import played
 from tests.benchmarks.played import HERE, stand_in
 
@@ -29,7 +30,7 @@ def test_what_a_budget_is_a_share_of() -> None:
 
 
 def test_plain_is_not_run_where_its_peak_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Known({}, {}, {HALF.plain: 6 << 20})
+    known = Known({}, {HALF.plain: 6 << 20})
 
     def refused(*_: Any) -> None:
         raise AssertionError("plain runs")
@@ -47,7 +48,7 @@ def test_peaks_are_told_that_this_machine_measured(
     def measured(
         cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
     ) -> tuple[list[Case], None]:
-        told.append(dict(known["plain_peaks"]))
+        told.append(dict(known["bases"]))
         keep(cases[0].as_json() | HERE | {"outcome": "ok", "peak_allocated_bytes": 7})
         return cases[1:], None
 
@@ -62,6 +63,58 @@ def test_peaks_are_told_that_this_machine_measured(
     assert told == [{}, {HALF.base: 7}]
 
 
+def test_plain_is_measured_where_a_percentage_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[Case] = []
+
+    def measured(
+        cases: list[Case], _known: Any, _seconds: float, keep: Any, _gpu: Any
+    ) -> tuple[list[Case], None]:
+        begun.append(cases[0])
+        keep(cases[0].as_json() | HERE | ended)
+        return cases[1:], None
+
+    stand_in(measured, monkeypatch)
+    ended: dict[str, Any] = {"outcome": "out of memory"}
+    sweep.execute([HALF], played.arguments(tmp_path), 60)
+    assert [case.name for case in begun] == [PLAIN.name]
+    assert "left out, as there is no peak of plain: vgg19" in capsys.readouterr().out
+    (tmp_path / "out.jsonl").unlink()
+    ended = {"outcome": "ok", "peak_allocated_bytes": 7}
+    sweep.execute([HALF], played.arguments(tmp_path), 60)
+    assert begun[1:] == [begun[0], HALF]
+
+
+def test_no_peak_under_a_budget_or_of_another_method_is_plains() -> None:
+    found = HERE | {"outcome": "ok", "peak_allocated_bytes": 7, "budget_bytes": 5}
+    others = [
+        replace(PLAIN, budget="4GiB"),
+        replace(PLAIN, budget="75%"),
+        replace(PLAIN, method="belady:auto"),
+    ]
+    assert records.bases(case.as_json() | found for case in others) == {}
+    again = replace(PLAIN, round=1, group="a suite").as_json() | found
+    assert records.bases([again, {"question": "of kernels"}]) == {PLAIN.name: 7}
+    assert records.bases([PLAIN.as_json() | {"outcome": "out of memory"}]) == {PLAIN.name: None}
+    smallest = replace(PLAIN, budget="smallest").as_json() | found
+    assert records.bases([smallest]) == {PLAIN.cap_of("plain"): 5}
+
+
+def test_a_process_is_told_bases() -> None:
+    case, kept = replace(HALF, equal_steps=0, repeats=2), list[dict[str, Any]]()
+    rest, ended = processes.measure([case], {"bases": {case.base: 6 << 20}}, 120.0, kept.append)
+    assert (rest, ended) == ([], None)
+    assert [(it["outcome"], it["budget_bytes"]) for it in kept] == [("ok", 3 << 20)]
+
+
+@pytest.mark.parametrize("suite", ["frontier", "targets", "shares", "ocdnn", "average"])
+def test_ours_at_a_share_has_a_process_of_its_own(suite: str) -> None:
+    cases = [it for it in SUITES[suite]() if it.base and it.method != BOUND]
+    assert cases
+    assert not any(it.shared for it in cases)
+
+
 def test_a_percentage_waits_for_plain_that_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +127,7 @@ def test_a_percentage_waits_for_plain_that_runs(
         (case,) = cases
         if case == HALF:
             assert PLAIN in ended
-            assert known["plain_peaks"]
+            assert known["bases"]
         else:
             bounds.wait()  # plain of both at once
             time.sleep(0.3 if case == PLAIN else 0.0)

@@ -75,8 +75,8 @@ def test_a_cap_is_found_before_what_needs_it() -> None:
     listed = Case("resnet50", "save_on_cpu", "smallest", equal_steps=6, round=1, **toy)
     added = Case("resnet50", "checkpoint", "smallest", **toy)
     cases = [plain, first, second, listed]
-    assert sweep.after_caps(cases, {}) == [plain, added, first, listed, second]
-    assert sweep.after_caps(cases, {first.cap_of("checkpoint")}) == [plain, first, listed, second]
+    assert sweep.after_bases(cases, {}) == [plain, added, first, listed, second]
+    assert sweep.after_bases(cases, {first.cap_of("checkpoint")}) == [plain, first, listed, second]
     assert first.together == second.together != replace(first, budget="smallest").together
 
 
@@ -100,9 +100,9 @@ def test_a_cap_of_another_setting_is_another() -> None:
     found = Case("resnet50", "checkpoint", "smallest", "tf32", repeats=3, equal_steps=6, round=2)
     record = found.as_json() | {"outcome": "ok", "budget_bytes": 5}
     failed = found.as_json() | {"outcome": "out of memory", "round": 3}
-    assert records.caps([failed, record, failed]) == {case.cap_of("checkpoint"): 5}
-    assert replace(case, precision="bf16").cap_of("checkpoint") not in records.caps([record])
-    assert records.caps([failed]) == {case.cap_of("checkpoint"): None}
+    assert records.bases([failed, record, failed]) == {case.cap_of("checkpoint"): 5}
+    assert replace(case, precision="bf16").cap_of("checkpoint") not in records.bases([record])
+    assert records.bases([failed]) == {case.cap_of("checkpoint"): None}
 
 
 @pytest.mark.timeout(300)
@@ -162,7 +162,7 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
     def measured(
         cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
     ) -> tuple[Any, None]:
-        told.append(dict(known["caps"]))
+        told.append(dict(known["bases"]))
         keep(cases[0].as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
         return cases[1:], None
 
@@ -187,7 +187,7 @@ def test_what_another_machine_measured_is_measured_here_too(
     ) -> tuple[Any, Any]:
         asked.append(cases[0].method)
         assert known["references"] == {}
-        assert 5 not in known["caps"].values()
+        assert 5 not in known["bases"].values()
         if cases[0].method == "plain":
             return cases, "the process ended with -9"
         keep(cases[0].as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
@@ -218,7 +218,7 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
     def measured(
         cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
     ) -> tuple[Any, None]:
-        told.append((cases[0], dict(known["caps"]), dict(known["references"])))
+        told.append((cases[0], dict(known["bases"]), dict(known["references"])))
         keep(cases[0].as_json() | HERE | {"outcome": "ok"})
         return cases[1:], None
 
@@ -330,7 +330,9 @@ def test_a_case_for_which_too_little_time_is_left_makes_way_for_others(
     records.write(
         known,
         [
-            Case(net, "plain", device="cpu", round=number).as_json() | about | {"wall_seconds": it}
+            Case(net, "plain", device="cpu", round=number).as_json()
+            | about
+            | {"wall_seconds": it, "peak_allocated_bytes": 100}
             for net, all_of_it in took.items()
             for number, it in enumerate(all_of_it)
         ],

@@ -25,8 +25,8 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, dict[str, int]]
         cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
     ) -> tuple[list[Case], None]:
         case, *others = cases
-        told.append((case, dict(known["caps"])))
-        cap = known["caps"].get(case.cap_of(case.method))
+        told.append((case, dict(known["bases"])))
+        cap = known["bases"].get(case.cap_of(case.method))
         searches = case.budget == "smallest" and cap is None
         ended = SEARCH if searches else {"outcome": "ok", "budget_bytes": cap, "wall_seconds": 9.0}
         keep(case.as_json() | HERE | ended)

@@ -74,6 +74,8 @@ def _work() -> Any:
         ("--fvvsss", "00000500", 5),  # after it
         ("--fvvvss", "00010000", 6),  # the first that was calm does not count
         ("--fvfvss", "00000000", None),  # not of one plan
+        ("--fvvfvvss", "0001000000", None),  # of one that may be the best all the same
+        ("--fvvfvvss", "0050000000", 5),
         ("--fvvsss", "00001000", None),
         ("--fvvsss", "00010000", None),
         (_PEER, "00000000", None),

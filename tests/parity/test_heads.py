@@ -160,7 +160,7 @@ def assert_alike(found: Training, expected: Training, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("attention", [Attention, Multihead, Encoder, Checkpointed])
-@pytest.mark.parametrize("policy", ["auto", "hybrid"])
+@pytest.mark.parametrize("policy", ["auto", "hybrid", "hybrid_cheap"])
 def test_a_long_sequence_over_the_budget_trains(
     attention: Callable[[], nn.Module], policy: str
 ) -> None:

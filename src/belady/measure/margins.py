@@ -130,6 +130,7 @@ def _roomier(
     """
     allocator, budget = hardware.allocator, plan.budget.device_bytes
     over = excess(trace, plan, allocator)
+    most = price(plan.predicted_seconds, over, KEPT)
     lacking = over * budget / max(1, budget - allocator.settled_bytes)
     little = (1 + allocator.margin_fraction) * (1 + _MORE * lacking) - 1
     more = wider(allocator), wider(wider(allocator))
@@ -140,9 +141,8 @@ def _roomier(
             other = make(changed)
         except InfeasibleBudgetError:
             return None
-        if fits(trace, other, changed):
-            worth = other.predicted_seconds <= price(plan.predicted_seconds, over, KEPT)
-            return (other, changed) if worth else None
+        if other.predicted_seconds <= most and fits(trace, other, changed):
+            return other, changed
     return None
 
 

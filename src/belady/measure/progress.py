@@ -244,7 +244,11 @@ class Progress:
         self.stage = Stage.STEADY
         trace, better = verification.better(trace, self.tried, self.samples, *numerics)
         chosen = better or best(self.tried)
-        return trace, None if chosen is self.trial else chosen
+        if chosen is self.trial:
+            return trace, None
+        if better is None:
+            verification.returns(chosen)
+        return trace, chosen
 
     def tighten(
         self, verification: Verification, trace: Trace, numerics: tuple[str, ...]

@@ -16,7 +16,7 @@ from belady.memory.cap import SPARE_BYTES
 _NEAR = 0.5
 # What an iteration counts as in which the allocator flushed its cache: what is allocated beside it
 # can make it flush more, or wait longer for that.
-_FLUSHED = 1.5
+_FLUSHING = 1.5
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def fastest(tried: Sequence[Trial]) -> float:
 
 
 def _counted(measured: Measured) -> float:
-    return measured.seconds * (_FLUSHED if measured.allocation_retries else 1.0)
+    return measured.seconds * (_FLUSHING if measured.allocation_retries else 1.0)
 
 
 def margin(trial: Trial) -> tuple[float, bool]:

@@ -129,7 +129,7 @@ class Verification:
         stated = hardware.allocator.margin_fraction
         half = min(stated, hardware.allocator.fraction_of(peak, budget) / 2)
         found: list[tuple[float, Trial]] = []
-        for name in ("hybrid_cheap", "lifetime", "floor"):
+        for name in ("hybrid_cheap", "floor"):
             fraction = 0.0 if name == "floor" else max(half, 0.0)
             tight = replace(hardware.allocator, margin_fraction=fraction, margin_bytes=0)
             tight_hardware = replace(hardware, allocator=tight)
@@ -210,6 +210,15 @@ class Verification:
         why = _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
         self._tell(*why)
         return trace, Trial(made, hardware, last.policy)
+
+    def returns(self, trial: Trial) -> None:
+        """Say that a plan that was measured before goes on, since it was the fastest."""
+        measured, margin = trial.measured, trial.hardware.allocator.margin_fraction
+        flushes = measured is not None and measured.allocation_retries > 0
+        self._tell(
+            f"the plan under a margin of {margin:.0%} was the fastest of those tried and goes on"
+            + (", although the allocator flushes its cache under it" if flushes else "")
+        )
 
     def tighter(self, trace: Trace, tried: Sequence[Trial], *numerics: str) -> Trial | None:
         """What to go on with where the device ran out of memory under the last of ``tried``.

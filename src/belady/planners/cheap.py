@@ -1,4 +1,4 @@
-"""A policy that computes again only what is cheap: no convolution."""
+"""A policy that computes no convolution again."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class Cheap:
         """See `belady.planners.base.Planner`."""
         ops = (replace(op, replayable=op.replayable and not convolves(op)) for op in trace.ops)
         made = self.policy(replace(trace, ops=tuple(ops)), hardware, budget, exact=exact)
-        name = f"{self.name}/{self.version}"
-        return replace(made, trace=trace.fingerprint, planner=name)
+        return replace(made, planner=f"{self.name}/{self.version}")
 
 
 HYBRID_CHEAP = Cheap(HYBRID)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from belady.ir.plan import Budget
 from belady.ir.timeline import Measured, TierPeak
-from belady.ir.trace import Tier
+from belady.ir.trace import Tier, Trace
+from belady.measure.monitor import Sample
+from belady.measure.progress import Progress
+from belady.measure.stages import Policy, Stage
 from belady.measure.trial import Trial, best, fastest
+from belady.measure.verification import Verification
 from belady.planners import plan
 from tests.unit.simulate.cases import gpu, trace_of
 
 BUDGET = Budget(10_000)
-PLAN = plan("baseline", trace_of([1.0] * 2, []), gpu(), BUDGET)
+TRACE = trace_of([1.0] * 2, [])
+PLAN = plan("baseline", TRACE, gpu(), BUDGET)
 
 
 def tried(seconds: float, flushes: int = 0, reserved: int = 0) -> Trial:
@@ -38,3 +45,37 @@ def test_what_is_over_the_budget_stays_only_where_nothing_keeps_to_it() -> None:
     assert best([unknown, over]) is over
     assert fastest([over, unknown]) == math.inf
     assert best([unknown]) is unknown
+
+
+class Settled(Verification):
+    """Knows no better plan than those that were tried."""
+
+    def better(
+        self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample], *numerics: str
+    ) -> tuple[Trace, None]:
+        assert tried
+        assert samples
+        return trace, None
+
+
+def concluded(before: Trial) -> tuple[Trial | None, list[str]]:
+    """What goes on after a plan whose iterations took a second, and what is told."""
+    verification = Settled(Policy("baseline", BUDGET), gpu())
+    kind = Progress(Stage.VERIFYING, tried(0.0))
+    kind.tried, kind.samples = [before], [Sample(0.0, 1.0)]
+    _, chosen = kind.conclude(verification, TRACE, ())
+    return chosen, verification.notes
+
+
+@pytest.mark.parametrize("flushes", [0, 2])
+def test_a_plan_that_goes_on_since_it_was_the_fastest_is_told(flushes: int) -> None:
+    allocator = replace(gpu().allocator, margin_fraction=0.3)
+    before = replace(tried(0.5, flushes), hardware=replace(gpu(), allocator=allocator))
+    chosen, (note,) = concluded(before)
+    assert chosen is before
+    assert note.startswith("the plan under a margin of 30% was the fastest")
+    assert ("flushes" in note) is bool(flushes)
+
+
+def test_nothing_is_told_where_the_plan_in_force_is_the_fastest() -> None:
+    assert concluded(tried(9.0)) == (None, [])

@@ -5,7 +5,7 @@ import pytest
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import Allocator, HardwareProfile
-from belady.ir.plan import Budget, Plan
+from belady.ir.plan import Budget, Plan, Recompute
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Storage, StorageKind, Tier
 from belady.measure import trial as trials
@@ -15,6 +15,7 @@ from belady.measure.trial import Trial
 from belady.measure.verification import Kernels, Verification
 from belady.planners import plan, smallest_budget
 from belady.simulate.blocks import Blocks
+from tests.unit.planners.nets import ATEN, quick_layers
 from tests.unit.simulate.cases import gpu, trace_of
 
 STATE = Storage("cuda", 0, StorageKind.STATE, 0, 6, 6, Tier.DEVICE)
@@ -38,7 +39,7 @@ def test_a_budget_with_room_for_the_stated_margin_is_planned_with_it() -> None:
     assert notes == []
 
 
-def test_half_of_too_little_room_is_the_margin_and_no_convolution_is_recomputed() -> None:
+def test_half_of_too_little_room_is_the_margin() -> None:
     trial, notes = first("auto", int(1.15 * PEAK))
     assert trial.policy == "hybrid_cheap"
     assert trial.hardware.allocator.margin_fraction == pytest.approx(0.075, abs=0.001)
@@ -46,11 +47,25 @@ def test_half_of_too_little_room_is_the_margin_and_no_convolution_is_recomputed(
     assert notes[0].startswith("the budget leaves a margin of 7%")
 
 
-def test_no_margin_is_asked_for_what_is_there_all_the_time() -> None:
+def test_with_too_little_room_no_convolution_is_computed_again() -> None:
+    ops = list(quick_layers(8).ops)
+    # Elsewhere there is room for replays.
+    ops[len(ops) // 2] = replace(ops[len(ops) // 2], workspace_bytes=600 * MIB)
+    trace = replace(quick_layers(8), ops=tuple(ops))
+    needs = HARDWARE.allocator.peak_within(smallest_budget("auto", trace, HARDWARE, Budget(0)))
+    asked = Verification(Policy("auto", Budget(int(1.15 * needs))), HARDWARE)
+    trial = asked.first(trace)
+    assert asked.notes[0].startswith("the budget leaves a margin of 7%")
+    replays = (it for it in trial.plan.decisions.values() if isinstance(it, Recompute))
+    assert {trace.ops[op].name for it in replays for op in it.ops} == {ATEN["norm"]}
+
+
+@pytest.mark.parametrize("policy", ["auto", "hybrid", "hybrid_cheap", "lifetime"])
+def test_no_margin_is_asked_for_what_is_there_all_the_time(policy: str) -> None:
     kept = 100 * PEAK
     state = replace(STATE, nbytes=kept)
     trace = replace(TRACE, storages=(*TRACE.storages, state))
-    verification = Verification(Policy("auto", Budget(kept + int(1.25 * PEAK))), HARDWARE)
+    verification = Verification(Policy(policy, Budget(kept + int(1.25 * PEAK))), HARDWARE)
     trial = verification.first(trace)
     assert not verification.notes
     assert trial.hardware.allocator == replace(HARDWARE.allocator, settled_bytes=kept)

@@ -90,3 +90,15 @@ def moves(trace: Trace, plan: Plan) -> dict[int, tuple[int, int, int, int]]:
         times = (it.copy_out_after + 1, it.free_at, it.copy_in_at, it.ready_by)
         found[trace.values[index].producer] = times
     return found
+
+
+def quick_layers(count: int, *, convolutions: bool = True) -> Trace:
+    """Two ops in turn, both quickly made again: convolutions and norms, or two that are neither."""
+    op = OpSpec(nbytes=100 * 10**6, device_us=100, replayable=True)
+    trace = build_trace([op, op] * count)
+    names = (ATEN["conv"], ATEN["norm"])
+    ops = (
+        replace(it, name=names[index % 2]) if convolutions and it.replayable else it
+        for index, it in enumerate(trace.ops)
+    )
+    return replace(trace, ops=tuple(ops))
