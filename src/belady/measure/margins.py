@@ -126,7 +126,7 @@ def _roomier(
 ) -> tuple[Plan, HardwareProfile] | None:
     """A plan with a wider margin in which its blocks fit, if it is worth that much time.
 
-    A budget in which an op's workspace has hardly any room can leave much slower ones alone.
+    Where an op's workspace has hardly any room, wider ones can leave much slower plans only.
     """
     allocator, budget = hardware.allocator, plan.budget.device_bytes
     over = excess(trace, plan, allocator)
