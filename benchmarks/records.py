@@ -108,12 +108,12 @@ def bases(records: Iterable[Record]) -> dict[str, int | None]:
     for record in records:
         if key_of(record) is None:
             continue
-        case, ended = from_json(record), record["outcome"] in ("ok", FOUND)
+        case = from_json(record)
         if case.budget == "smallest":
-            found[case.name] = found.get(case.name) or (record["budget_bytes"] if ended else None)
+            passed = record["budget_bytes"] if record["outcome"] in ("ok", FOUND) else None
+            found[case.name] = found.get(case.name) or passed
         elif case.name == case.plain:
-            peak = record.get("peak_allocated_bytes")
-            found[case.name] = found.get(case.name) or (peak if ended else None)
+            found[case.name] = found.get(case.name) or record.get("peak_allocated_bytes")
     return found
 
 
