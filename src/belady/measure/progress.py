@@ -25,7 +25,7 @@ from belady.measure.events import with_events
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
 from belady.measure.tightening import NOTHING
-from belady.measure.trial import Trial, best
+from belady.measure.trial import Trial
 from belady.measure.verification import VERIFIED, Verification
 from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
@@ -242,13 +242,8 @@ class Progress:
         self.trial = verification.verified(self.trial, trace, measured, self.samples)
         self.tried.append(self.trial)
         self.stage = Stage.STEADY
-        trace, better = verification.better(trace, self.tried, self.samples, *numerics)
-        chosen = better or best(self.tried)
-        if chosen is self.trial:
-            return trace, None
-        if better is None:
-            verification.returns(chosen)
-        return trace, chosen
+        trace, chosen = verification.chosen(trace, self.tried, self.samples, *numerics)
+        return trace, None if chosen is self.trial else chosen
 
     def tighten(
         self, verification: Verification, trace: Trace, numerics: tuple[str, ...]

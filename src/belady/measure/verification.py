@@ -27,7 +27,7 @@ from belady.measure.monitor import Sample
 from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
-from belady.measure.trial import Trial, fastest, margin
+from belady.measure.trial import Trial, best, fastest, margin
 from belady.planners import plan as make_plan
 from belady.planners.price import KEPT, price
 from belady.simulate import simulate
@@ -165,6 +165,20 @@ class Verification:
         hardware = with_links_of(trace, trial.plan, hardware, samples) or hardware
         return replace(trial, hardware=hardware, measured=measured)
 
+    def chosen(
+        self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample], *numerics: str
+    ) -> tuple[Trace, Trial]:
+        """The trace as it is now known, and what goes on: a plan that is `better`, or the best."""
+        trace, better = self.better(trace, tried, samples, *numerics)
+        found = better or best(tried)
+        if better is None and found is not tried[-1]:
+            about, flushed = margin(found)
+            flushes = ", although the allocator flushes its cache under it" if flushed else ""
+            self._tell(
+                f"the plan under a margin of {about:.0%} was the fastest{flushes}: it goes on"
+            )
+        return trace, found
+
     def better(
         self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample], *numerics: str
     ) -> tuple[Trace, Trial | None]:
@@ -210,15 +224,6 @@ class Verification:
         why = _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
         self._tell(*why)
         return trace, Trial(made, hardware, last.policy)
-
-    def returns(self, trial: Trial) -> None:
-        """Say that a plan that was measured before goes on, since it was the fastest."""
-        measured, margin = trial.measured, trial.hardware.allocator.margin_fraction
-        flushes = measured is not None and measured.allocation_retries > 0
-        self._tell(
-            f"the plan under a margin of {margin:.0%} was the fastest of those tried and goes on"
-            + (", although the allocator flushes its cache under it" if flushes else "")
-        )
 
     def tighter(self, trace: Trace, tried: Sequence[Trial], *numerics: str) -> Trial | None:
         """What to go on with where the device ran out of memory under the last of ``tried``.
