@@ -48,19 +48,22 @@ def test_what_is_over_the_budget_stays_only_where_nothing_keeps_to_it() -> None:
 
 
 class Settled(Verification):
-    """Knows no better plan than those that were tried."""
+    """Knows one better plan than those that were tried, or none."""
+
+    known: Trial | None = None
 
     def better(
         self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample], *numerics: str
-    ) -> tuple[Trace, None]:
+    ) -> tuple[Trace, Trial | None]:
         assert tried
         assert samples
-        return trace, None
+        return trace, self.known
 
 
-def concluded(before: Trial) -> tuple[Trial | None, list[str]]:
+def concluded(before: Trial, better: Trial | None = None) -> tuple[Trial | None, list[str]]:
     """What goes on after a plan whose iterations took a second, and what is told."""
     verification = Settled(Policy("baseline", BUDGET), gpu())
+    verification.known = better
     kind = Progress(Stage.VERIFYING, tried(0.0))
     kind.tried, kind.samples = [before], [Sample(0.0, 1.0)]
     _, chosen = kind.conclude(verification, TRACE, ())
@@ -79,3 +82,8 @@ def test_a_plan_that_goes_on_since_it_was_the_fastest_is_told(flushes: int) -> N
 
 def test_nothing_is_told_where_the_plan_in_force_is_the_fastest() -> None:
     assert concluded(tried(9.0)) == (None, [])
+
+
+def test_nothing_of_the_kind_is_told_of_a_plan_that_is_tried_next() -> None:
+    better = tried(0.1)
+    assert concluded(tried(0.5), better) == (better, [])
