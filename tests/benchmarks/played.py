@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import sweep
+from benchmarks.cases import Case
 
 # What records of this machine say of it, where processes are only played.
 HERE = {"device_name": "a device", "torch": "2"}
@@ -19,6 +20,20 @@ def stand_in(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> N
     """Let ``measured`` be what measures, here."""
     monkeypatch.setattr(sweep, "measure", measured)
     monkeypatch.setattr(sweep, "here", lambda _device: HERE)
+
+
+def endings(
+    ending: Callable[[Case, Mapping[str, Any]], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let each process measure one case: its record has what ``ending`` says to what it is told."""
+
+    def measured(
+        cases: list[Case], known: Mapping[str, Any], _seconds: float, keep: Any, _gpu: Any
+    ) -> tuple[list[Case], None]:
+        keep(cases[0].as_json() | HERE | ending(cases[0], known))
+        return cases[1:], None
+
+    stand_in(measured, monkeypatch)
 
 
 def arguments(tmp_path: Path, known: Sequence[Path] = (), at_once: int = 1) -> argparse.Namespace:

@@ -15,7 +15,7 @@ from benchmarks.cases import BOUND, Case
 from benchmarks.child import Known
 from benchmarks.suites import SUITES
 from tests.benchmarks import played
-from tests.benchmarks.played import HERE, stand_in
+from tests.benchmarks.played import HERE, endings
 
 PLAIN = Case("vgg19", "plain", device="cpu", toy=True, repeats=2)
 HALF = replace(PLAIN, method="belady:auto", budget="50%", repeats=3, equal_steps=4, round=1)
@@ -45,14 +45,11 @@ def test_peaks_are_told_that_this_machine_measured(
 ) -> None:
     told: list[dict[str, int]] = []
 
-    def measured(
-        cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
-    ) -> tuple[list[Case], None]:
+    def ending(_case: Case, known: Any) -> dict[str, Any]:
         told.append(dict(known["bases"]))
-        keep(cases[0].as_json() | HERE | {"outcome": "ok", "peak_allocated_bytes": 7})
-        return cases[1:], None
+        return {"outcome": "ok", "peak_allocated_bytes": 7}
 
-    stand_in(measured, monkeypatch)
+    endings(ending, monkeypatch)
     arguments = played.arguments(tmp_path)
     others = [
         PLAIN.as_json() | HERE | {"torch": "1", "outcome": "ok", "peak_allocated_bytes": 5},
@@ -67,16 +64,13 @@ def test_plain_is_measured_where_a_percentage_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun: list[Case] = []
-
-    def measured(
-        cases: list[Case], _known: Any, _seconds: float, keep: Any, _gpu: Any
-    ) -> tuple[list[Case], None]:
-        begun.append(cases[0])
-        keep(cases[0].as_json() | HERE | ended)
-        return cases[1:], None
-
-    stand_in(measured, monkeypatch)
     ended: dict[str, Any] = {"outcome": "out of memory"}
+
+    def ending(case: Case, _known: Any) -> dict[str, Any]:
+        begun.append(case)
+        return ended
+
+    endings(ending, monkeypatch)
     sweep.execute([HALF], played.arguments(tmp_path), 60)
     assert [case.name for case in begun] == [PLAIN.name]
     assert "left out, as there is no peak of plain: vgg19" in capsys.readouterr().out
@@ -121,20 +115,16 @@ def test_a_percentage_waits_for_plain_that_runs(
     other, bounds = replace(PLAIN, workload="alexnet"), threading.Barrier(2, timeout=20)
     ended: list[Case] = []
 
-    def measured(
-        cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
-    ) -> tuple[list[Case], None]:
-        (case,) = cases
+    def ending(case: Case, known: Any) -> dict[str, Any]:
         if case == HALF:
             assert PLAIN in ended
             assert known["bases"]
         else:
             bounds.wait()  # plain of both at once
             time.sleep(0.3 if case == PLAIN else 0.0)
-        keep(case.as_json() | HERE | {"outcome": "ok", "peak_allocated_bytes": 7})
         ended.append(case)
-        return [], None
+        return {"outcome": "ok", "peak_allocated_bytes": 7}
 
-    stand_in(measured, monkeypatch)
+    endings(ending, monkeypatch)
     sweep.execute([PLAIN, HALF, other], played.arguments(tmp_path, at_once=2), 60)
     assert ended == [other, PLAIN, HALF]

@@ -25,7 +25,7 @@ from benchmarks.saying import line
 from benchmarks.suites import SUITES
 from tests.benchmarks import played
 from tests.benchmarks.ended import status_of
-from tests.benchmarks.played import HERE, stand_in
+from tests.benchmarks.played import HERE, endings, stand_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,14 +159,11 @@ def test_a_peer_is_measured_where_its_cap_is_asked_for(
 ) -> None:
     told: list[Any] = []
 
-    def measured(
-        cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
-    ) -> tuple[Any, None]:
+    def ending(_case: Case, known: Any) -> dict[str, Any]:
         told.append(dict(known["bases"]))
-        keep(cases[0].as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
-        return cases[1:], None
+        return {"outcome": "ok", "budget_bytes": 7}
 
-    stand_in(measured, monkeypatch)
+    endings(ending, monkeypatch)
     case = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
     arguments = played.arguments(tmp_path)
     for _ in range(2):
@@ -215,14 +212,11 @@ def test_what_other_files_hold_of_this_machine_is_not_measured_again(
 ) -> None:
     told: list[Any] = []
 
-    def measured(
-        cases: list[Case], known: Any, _seconds: float, keep: Any, _gpu: Any
-    ) -> tuple[Any, None]:
-        told.append((cases[0], dict(known["bases"]), dict(known["references"])))
-        keep(cases[0].as_json() | HERE | {"outcome": "ok"})
-        return cases[1:], None
+    def ending(case: Case, known: Any) -> dict[str, Any]:
+        told.append((case, dict(known["bases"]), dict(known["references"])))
+        return {"outcome": "ok"}
 
-    stand_in(measured, monkeypatch)
+    endings(ending, monkeypatch)
     cap = Case("vgg19", "checkpoint", "smallest", device="cpu")
     plain = Case("vgg19", "plain", device="cpu")
     ours = Case("vgg19", "belady:auto", "50%:checkpoint", device="cpu")
@@ -250,10 +244,7 @@ def test_several_at_once_wait_for_caps_and_say_so(
     both, going = threading.Barrier(2, timeout=20), threading.Event()
     begun: list[tuple[Case, bool]] = []
 
-    def measured(
-        cases: list[Case], known: Any, _s: float, keep: Any, _gpu: Any
-    ) -> tuple[Any, None]:
-        (case,) = cases
+    def ending(case: Case, _known: Any) -> dict[str, Any]:
         begun.append((case, going.is_set()))
         if case == cap:
             both.wait()  # for plain, which needs no cap
@@ -261,10 +252,9 @@ def test_several_at_once_wait_for_caps_and_say_so(
             going.set()
         elif case == plain:
             both.wait()
-        keep(case.as_json() | HERE | {"outcome": "ok", "budget_bytes": 7})
-        return [], None
+        return {"outcome": "ok", "budget_bytes": 7}
 
-    stand_in(measured, monkeypatch)
+    endings(ending, monkeypatch)
     arguments = played.arguments(tmp_path, at_once=2)
     assert sweep.execute([cap, ours, plain, other], arguments, 60) == 0
     found = records.read(arguments.out)

@@ -76,7 +76,7 @@ def leaner(trace: Trace) -> tuple[Trace, Algorithms]:
     have chosen otherwise, and the setting is for those without a choice too.
     """
     algorithms = _chosen(trace, Workspace.MEMORY)
-    ops = [replace(op, replayable=op.replayable and not convolves(op)) for op in trace.ops]
+    ops = list(convolving_once(trace).ops)
     for index, _ in algorithms.by_op:
         least = _leanest(ops[index])
         ops[index] = replace(
@@ -87,6 +87,12 @@ def leaner(trace: Trace) -> tuple[Trace, Algorithms]:
             shortcut=None,
         )
     return replace(trace, ops=tuple(ops)), algorithms
+
+
+def convolving_once(trace: Trace) -> Trace:
+    """The trace of the same iteration, in which no convolution may be computed again."""
+    ops = (replace(op, replayable=op.replayable and not convolves(op)) for op in trace.ops)
+    return replace(trace, ops=tuple(ops))
 
 
 def as_run(plan: Plan, trace: Trace) -> Plan:

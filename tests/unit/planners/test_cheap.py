@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Budget, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.planners import plan, smallest_budget
-from belady.planners.cheap import Cheap
-from belady.planners.hybrid import Hybrid
+from belady.planners.hybrid import HYBRID
 from belady.simulate import simulate
 from tests.unit.planners.nets import ATEN, gpu, quick_layers
 
@@ -45,16 +44,15 @@ def test_without_convolutions_it_is_the_hybrid_policy() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_is_asked_of_it_is_asked_of_the_policy(exact: bool) -> None:
+def test_what_is_asked_of_it_is_asked_of_the_policy(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[bool] = []
 
-    class Noting(Hybrid):
-        def __call__(
-            self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
-        ) -> Plan:
-            asked.append(exact)
-            return Hybrid.__call__(self, trace, hardware, budget, exact=exact)
+    def noted(*of: Any, exact: bool) -> Plan:
+        asked.append(exact)
+        return HYBRID(*of, exact=exact)
 
-    trace = quick_layers(4)
-    Cheap(Noting())(trace, gpu(), Budget(1 << 40), exact=exact)
+    monkeypatch.setattr("belady.planners.cheap.HYBRID", noted)
+    plan("hybrid_cheap", quick_layers(4), gpu(), Budget(1 << 40), exact=exact)
     assert asked == [exact]
