@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import belady
 from belady.errors import InfeasibleBudgetError
+from belady.ir.plan import Recompute
 from belady.ir.trace import Tier
 from benchmarks.workloads.residual import Bottleneck, ResNet
 from tests.parity.test_cutting import ITERATIONS, images, needed
@@ -61,7 +62,12 @@ def test_a_residual_network_trains_below_its_floor(task: Task, share: float, nam
     assert run is not None
     assert run.measured is not None
     assert run.measured.peak(Tier.DEVICE) <= budget
-    assert run.measured.peak(Tier.DEVICE) == run.plan.predicted_peak_bytes
+    foretold = run.plan.predicted_peak_bytes
+    if any(isinstance(it, Recompute) for it in run.plan.decisions.values()):
+        # What is made again is gone before the anchor at which the trace saw it go.
+        assert run.measured.peak(Tier.DEVICE) <= foretold
+    else:
+        assert run.measured.peak(Tier.DEVICE) == foretold
     assert run.measured.defaults == ()
     assert run.plan.numerics == ("sections",)
     expected = Training(task).run(plain, ITERATIONS)
