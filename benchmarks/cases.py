@@ -34,7 +34,7 @@ class Case:
     ----------
     method
         A peer's name, ``belady:POLICY``, ``belady-graph:POLICY``, ``belady-inductor:POLICY``, or
-        ``bound``: what no plan that keeps or moves can beat.
+        ``bound``: what no plan can beat.
     budget
         ``none``; bytes such as ``4GiB``; ``50%`` of plain's peak of allocated bytes; ``own``, the
         smallest budget that a policy of ours states; ``smallest``, the smallest cap that the

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.cases import BOUND, OWN, Record, flushes, kernels_of
+from benchmarks.cases import BOUND, OURS, OWN, Record, flushes, kernels_of
 from benchmarks.records import machine
 
 GROUPS = ("frontier", "peers", "targets")
@@ -21,16 +21,18 @@ _SAME = 0.01
 # By how much waiting for each iteration must change a ratio for both to be told.
 _NOTABLE = 0.02
 _HEAD = (
-    "| method | cap GiB | ms (median) | in a row | peak GiB | reserved GiB | host GiB | retries "
-    "| equals plain | ours in no more memory, same kernels |\n"
-    f"{'|---' * 10}|\n"
+    "| method | cap GiB | ms (median) | in a row | bound ms | peak GiB | reserved GiB | host GiB "
+    "| retries | equals plain | ours in no more memory, same kernels |\n"
+    f"{'|---' * 11}|\n"
 )
 _REASON_LENGTH = 80
 LEGEND = (
     "Below, ours is judged within what each peer needs, beside peers that run the same kernels: "
     "eager mode's, or\nInductor's. Times are waited for, and a verdict says what holds in a row "
     f"where that differs by {_NOTABLE:.0%} of the\npeer's time or more. Where the allocator "
-    "flushed its cache, a method did not pass the cap and counts in no verdict.\n"
+    "flushed its cache, a method did not pass the cap and counts in no verdict. The bound is what no "
+    "plan behind hooks\ncan beat in that cap, of what runs in no slices, even if nothing were lost "
+    "between blocks.\n"
 )
 
 
@@ -66,6 +68,17 @@ class Row:
         """Seconds of an iteration that nobody waits for; None where that was not measured."""
         found = [it["pipelined_seconds"] for it in self.records if "pipelined_seconds" in it]
         return median(found) if found else None
+
+    @property
+    def bounded_by(self) -> str:
+        """Budget of the bound in the same cap, a peer's smallest being 100 % of it.
+
+        Empty for captured graphs, which have no hooks to wait for.
+        """
+        method, budget = self.first["method"], str(self.first.get("budget"))
+        if self.ours:
+            return budget if method.startswith(OURS) else ""
+        return f"100%:{method}" if budget == "smallest" else budget
 
     @property
     def flushes(self) -> int:
@@ -127,14 +140,20 @@ def _title(record: Record) -> str:
 def table(found: Iterable[Record]) -> str:
     """Markdown: a row for each case; what did not run says why."""
     cases: dict[tuple[str, str], list[Record]] = {}
+    bounds: dict[str, float] = {}
     for record in found:
         if record["method"] != BOUND:
             cases.setdefault((record["method"], str(record.get("budget"))), []).append(record)
+        elif record.get("bound_seconds") is not None:
+            bounds[record["budget"]] = record["bound_seconds"]
     rows = [Row(tuple(_apart(records))) for records in cases.values()]
     measured = sorted((row for row in rows if _ok(row)), key=lambda row: -row.cap_bytes)
     ours = [row for row in measured if row.ours]
     failed = [row for row in rows if not _ok(row)]
-    lines = [_line(row, ours, failed) for row in measured]
+    lines = []
+    for row in measured:
+        judged = "" if row.ours else verdict(row, ours, failed)
+        lines.append(_line(row, bounds.get(row.bounded_by), judged))
     lines += [_failed(record) for row in failed for record in row.failed]
     return _HEAD + "".join(lines)
 
@@ -148,7 +167,7 @@ def _ok(row: Row) -> bool:
     return all(record["outcome"] == "ok" for record in row.records)
 
 
-def _line(row: Row, ours: list[Row], failed: list[Row]) -> str:
+def _line(row: Row, bound: float | None, judged: str) -> str:
     first = row.first
     host = first.get("host_bytes", first.get("torch_pinned_bytes"))
     cells = (
@@ -156,12 +175,13 @@ def _line(row: Row, ours: list[Row], failed: list[Row]) -> str:
         _gib(first.get("budget_bytes")) or "none",
         _ms(row.seconds),
         _ms(row.in_a_row),
+        _ms(bound),
         _gib(first["peak_allocated_bytes"]),
         _gib(first.get("peak_reserved_bytes")),
         _gib(host),
         retries(row.records),
         _equals_plain(row),
-        "" if row.ours else verdict(row, ours, failed),
+        judged,
     )
     return f"| {' | '.join(cells)} |\n"
 
@@ -234,7 +254,7 @@ def _words(ratio: float) -> str:
 def _failed(record: Record) -> str:
     error = str(record.get("error", "")).strip().rsplit("\n", 1)[-1]
     reason = f"{record['outcome']}: {error[:_REASON_LENGTH]}".replace("|", "/").rstrip(": ")
-    return f"| {record['method']} | {record.get('budget', '')} | {reason} |{' |' * 7}\n"
+    return f"| {record['method']} | {record.get('budget', '')} | {reason} |{' |' * 8}\n"
 
 
 def _ms(seconds: float | None) -> str:

@@ -195,9 +195,10 @@ def frontier_of(
     """Memory against time of one workload.
 
     Ours at a ladder of budgets, in percent of plain's peak of allocated bytes; the bound at the
-    same ladder; each peer at its smallest passing cap; ours at the cap of each peer; at last ours
-    at its own smallest passing cap, which takes longest. What is most telling comes first, as the
-    time may be up at any case. The bounds share a process: one run without a cap serves all. Ours
+    same ladder; each peer at its smallest passing cap; the bound and ours at the cap of each peer;
+    at last ours at its own smallest passing cap, which takes longest. What is most telling comes
+    first, as the time may be up at any case. Bounds share a process: one run without a cap serves
+    those of the ladder, and another, once they are known, those of the caps. Ours
     has one for each budget, as peers have: what cuDNN takes where there is room for large
     workspaces would stay with it where there is none, and the other way round. Results are compared
     with plain's in the middle of the ladder and at the end.
@@ -210,8 +211,8 @@ def frontier_of(
         yield Case(net, method, f"{percent}%", equal_steps=steps, shared=method == BOUND)
     for method in peers:
         yield Case(net, method, "smallest", equal_steps=equal_steps)
-    for policy, method in product(policies, peers):
-        yield Case(net, policy, f"100%:{method}")
+    for method, peer in product((BOUND, *policies), peers):
+        yield Case(net, method, f"100%:{peer}", shared=method == BOUND)
     for policy in policies:
         yield Case(net, policy, "smallest", equal_steps=_ours_steps(equal_steps))
 
