@@ -30,9 +30,9 @@ LEGEND = (
     "Below, ours is judged within what each peer needs, beside peers that run the same kernels: "
     "eager mode's, or\nInductor's. Times are waited for, and a verdict says what holds in a row "
     f"where that differs by {_NOTABLE:.0%} of the\npeer's time or more. Where the allocator "
-    "flushed its cache, a method did not pass the cap and counts in no verdict. The bound is what no "
-    "plan behind hooks\ncan beat in that cap, of what runs in no slices, even if nothing were lost "
-    "between blocks.\n"
+    "flushed its cache, a method did not pass the cap and counts in no verdict.\nThe bound is what "
+    "no plan behind hooks can beat in that cap, of what runs in no slices, even if nothing were\n"
+    "lost between blocks.\n"
 )
 
 

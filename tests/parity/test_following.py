@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import starmap
+from time import sleep
 from typing import Any
 
 import pytest
@@ -17,21 +19,31 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
+import belady
+from belady.eager import kinds
 from belady.eager.following import Follower, following
 from belady.eager.following import Step as Known
 from belady.eager.hooks import outer_pair
+from belady.eager.iteration import Iteration
 from belady.eager.planned import Planned
 from belady.eager.table import Entry, actions, tables
+from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Budget, Plan, Recompute
 from belady.ir.replay import COMPARED_ONE_IN, sources
+from belady.ir.trace import Tier, Trace
+from belady.measure import verification
 from belady.measure.calls import Call
+from belady.measure.monitor import Sample
+from belady.planners import POLICIES
 from belady.planners.replays import cheapest
+from belady.simulate import simulate
 from tests.parity.racing import (
     ROOM,
     Observed,
     engine_on,
     every_replay,
     hostile_carrier,
+    legal,
     observed,
     random_plan,
 )
@@ -381,3 +393,55 @@ def test_now_and_then_every_save_is_looked_at() -> None:
     with engine_on(training, engine):
         training.run(plain, range(1))
     assert engine.packed == every
+
+
+class Slow(Planned):
+    """Takes a millisecond for each save."""
+
+    packs = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        Slow.packs += 1
+        sleep(SLOW)
+        return super().pack(tensor)
+
+
+SLOW = 1e-3
+
+
+@pytest.mark.parametrize("trusts", [True, False])
+def test_hooks_are_timed_apart_where_they_are_off_otherwise(
+    monkeypatch: pytest.MonkeyPatch, trusts: bool
+) -> None:
+    """While a plan is verified, and only if its calls are followed, so that hooks can be off."""
+    found: list[tuple[Sample, int]] = []
+    finish = Iteration.finish
+
+    def finished(self: Iteration) -> tuple[Sample, Trace | None]:
+        sample, trace = finish(self)
+        found.append((sample, Slow.packs))
+        Slow.packs = 0
+        return sample, trace
+
+    def plan(_name: str, trace: Trace, hardware: HardwareProfile, budget: Budget, **_: Any) -> Plan:
+        if not trusts:
+            return POLICIES["floor"](trace, hardware, budget)
+        made = tuple(starmap(Assignment, every_replay(trace).items()))
+        plan = legal(trace, Plan(trace.fingerprint, "some/1", budget, made))
+        peak = simulate(trace, hardware, plan).peak(Tier.DEVICE)
+        return replace(plan, predicted_peak_bytes=peak)
+
+    monkeypatch.setattr(Iteration, "finish", finished)
+    monkeypatch.setattr(verification, "make_plan", plan)
+    monkeypatch.setattr(kinds, "Planned", Slow)
+    training = Training(CHAIN)
+    with belady.virtualize(training.models, "1GiB", policy="hybrid"):
+        training.run(plain, range(12))
+    steady, packs = found[-1]
+    assert (steady.hook_seconds, packs > 0) == (0, True)
+    counted = [(sample, packs) for sample, packs in found if sample.hook_seconds]
+    assert bool(counted) == trusts
+    for sample, packs in counted:
+        assert sample.hook_seconds >= SLOW * packs > 0
+        # The program's own part is known without them.
+        assert 0 < sample.host_seconds < SLOW * packs

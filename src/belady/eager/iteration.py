@@ -68,6 +68,8 @@ class Iteration:
         self._entered = 0.0
         self._host_seconds = 0.0
         self._engine_seconds = 0.0  # of them, the engine's own
+        self._hook_seconds = 0.0  # and what hooks took beside
+        self._counts = False
 
     def begin(self, monitor: Monitor, level: int) -> Sample:
         """The first pass is about to be entered."""
@@ -76,6 +78,7 @@ class Iteration:
         if self.observation is not None:
             self.observation.start()
         self._monitor = monitor
+        self._counts = level > 0
         self._sample = monitor.begin(level)
         if self._workspace is Workspace.MEMORY:
             # The trials made cuDNN's lean choices; PERFORMANCE is what it chooses by itself.
@@ -150,7 +153,8 @@ class Iteration:
         if self._monitor is None or self._sample is None:
             raise RuntimeError("an iteration was finished that had not begun")
         sample = self._monitor.end(self._sample)
-        sample.host_seconds = self._host_seconds - self._engine_seconds
+        sample.host_seconds = self._host_seconds - self._engine_seconds - self._hook_seconds
+        sample.hook_seconds = self._hook_seconds
         if self._engine is not None:
             sample.engine_seconds = self._engine.host_seconds
             sample.replay_seconds = self._engine.replay_seconds
@@ -198,10 +202,29 @@ class Iteration:
             pack, take = watched(self.observation.recorder, pack, take)
         if self._calls is not None:
             pack = self._calls.around(pack)
+        if covered and self._engine is not None and self._counts and self._lifts:
+            pack = self._counted(self._engine, pack)
         pair = HookPair(aside_from_compile(pack), aside_from_compile(take))
         if covered and self._engine is not None and self.observation is None:
             self._engine.may_lift(pair)
         return pair
+
+    @property
+    def _lifts(self) -> bool:
+        """Whether hooks are off during calls that need none, so that others have their price."""
+        return self._calls is not None and self.observation is None
+
+    def _counted(self, engine: Planned, pack: Pack) -> Pack:
+        """``pack`` with what it takes beyond what the engine counts itself taken down."""
+
+        def counted(tensor: torch.Tensor) -> Any:
+            begun, before = perf_counter(), engine.host_seconds
+            try:
+                return pack(tensor)
+            finally:
+                self._hook_seconds += perf_counter() - begun - (engine.host_seconds - before)
+
+        return counted
 
 
 def _calls_of(engine: Planned | None, observation: Observation | None) -> Calls | None:

@@ -178,6 +178,7 @@ def _hardware(hardware: HardwareProfile, prefix: str) -> None:
         for name in ("out", "back", "fault"):
             _link(f"{prefix}managed.{name}", getattr(hardware.managed, name))
     _amount(f"{prefix}outside_bytes", hardware.outside_bytes)
+    _amount(f"{prefix}hook_s", hardware.hook_s)
     allocator = hardware.allocator
     if allocator.round_bytes < 1:
         _fail(f"{prefix}allocator.round_bytes", f"{allocator.round_bytes} is not at least 1")

@@ -141,6 +141,9 @@ class HardwareProfile:
         Allocator and library settings under which it was measured, as ``(name, value)``.
     managed
         Managed memory, which CUDA alone has; None where the probe found none, or was not asked.
+    hook_s
+        Seconds of the host for a value that a plan does not keep, beside what it takes to issue
+        anything: hooks are on for all else that its call saves. What iterations show; 0 before.
     """
 
     name: str
@@ -152,6 +155,7 @@ class HardwareProfile:
     settings: tuple[tuple[str, str], ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
     managed: ManagedLinks | None = None
+    hook_s: float = 0.0
     version: int = field(default=1, metadata={"const": 1})
 
     def capacity(self, tier: Tier) -> int:

@@ -60,10 +60,10 @@ def with_issue_of(
 ) -> HardwareProfile | None:
     """The machine with what issuing a copy, or taking over a value that is made again, took.
 
-    None if it agrees. The probe issues many small copies and nothing else. In an iteration the host
-    takes a value over first, its caches are full of other things, and copies under way take its
-    memory's bandwidth. What disturbs the host makes it slower only: where the next plan shows less,
-    that holds.
+    And what hooks took beside. None if it agrees. The probe issues many small copies and nothing
+    else. In an iteration the host takes a value over first, its caches are full of other things,
+    and copies under way take its memory's bandwidth. What disturbs the host makes it slower only:
+    where the next plan shows less, that holds.
 
     Parameters
     ----------
@@ -89,7 +89,17 @@ def with_issue_of(
         return link if agrees else replace(link, issue_s=issue)
 
     links = tuple(map(corrected, hardware.links, probed.links))
-    return None if links == hardware.links else replace(hardware, links=links)
+    found = replace(hardware, links=links, hook_s=_hook_s(hardware, replays + copies, samples))
+    return None if found == hardware else found
+
+
+def _hook_s(hardware: HardwareProfile, values: int, samples: Sequence[Sample]) -> float:
+    """What hooks take for each of so many values; as it was known if it agrees, or is not seen."""
+    known, seconds = hardware.hook_s, min(sample.hook_seconds for sample in samples)
+    if not seconds or not values:
+        return known
+    found = min(seconds / values, known or inf)
+    return known if found >= _ISSUE_AGREES * known > 0 else found
 
 
 def with_links_of(

@@ -36,7 +36,8 @@ class Sample:
     ``number`` says which of the program it was, the first being 1.
     ``host_seconds`` is what the host spent inside the roots on the program's own account, and
     ``engine_seconds`` what issuing the plan took it in all, ``replay_seconds`` of them to take over
-    what stays on the device or is made again; 0 where nobody counts it.
+    what stays on the device or is made again; 0 where nobody counts it. ``hook_seconds`` is what
+    hooks took beside, in forward, where they are off during calls that need none.
     ``marks`` says when which phase began, after the FORWARD of ``begun``; ``now`` is the clock for
     them, None where they are not taken.
     ``paced`` has the seconds of the ops between two boundaries, without waits, where an engine had
@@ -53,6 +54,7 @@ class Sample:
     host_seconds: float = 0.0
     engine_seconds: float = 0.0
     replay_seconds: float = 0.0
+    hook_seconds: float = 0.0
     tape: Tape | None = None
     number: int = 0
     marks: list[tuple[Phase, Moment]] = field(default_factory=list)

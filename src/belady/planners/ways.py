@@ -137,8 +137,9 @@ class Ways:
 
         Where no replay is compared, as in a graph, nothing is taken over for one.
         """
-        trace, link = self._case.trace, self._case.hardware.link(Tier.DEVICE, Tier.DEVICE)
+        trace, hardware = self._case.trace, self._case.hardware
+        link = hardware.link(Tier.DEVICE, Tier.DEVICE)
         takes = isinstance(way, Encode) or compared_share(trace) > 0
-        taking = 2 * link.issue_s if link and takes else 0.0
+        taking = hardware.hook_s + (2 * link.issue_s if link and takes else 0.0)
         ops = way.ops if isinstance(way, Recompute) else ()
         return taking + sum(trace.ops[op].host_seconds for op in ops)

@@ -37,6 +37,10 @@ class _Action(IntEnum):
     REPLAY = 7
 
 
+# Each value that is not kept has one of them.
+_SAVES = (_Action.COPY_OUT, _Action.ENCODE, _Action.DIGEST)
+
+
 def simulate(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Timeline:
     """Predict the iteration that ``plan`` makes of ``trace`` on ``hardware``.
 
@@ -180,6 +184,8 @@ class _Issuer:
         self.compute = self._add(Task(Lane.COMPUTE, seconds, (self.host,), op=index, value=value))
 
     def _act(self, kind: _Action, value: int, boundary: int) -> None:
+        if kind in _SAVES and self.hardware.hook_s:
+            self.host = self._add(Task(Lane.HOST, self.hardware.hook_s, value=value))
         if kind is _Action.COPY_OUT:
             self._copy_out(value, boundary)
         elif kind is _Action.COPY_IN:

@@ -89,6 +89,28 @@ def test_what_replays_take_is_not_taken_for_the_copies():
     assert [link.issue_s for link in found.links] == [3.0, 3.0, 1.0]
 
 
+def hooked(*seconds: float) -> list[Sample]:
+    return [Sample(1, 0.0, hook_seconds=it) for it in seconds]
+
+
+TWO = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3), (1, 0, 3)], host_s=1.0)
+COPY = Offload(Tier.HOST, 1, 2, 3, 3)
+
+
+def test_what_hooks_take_is_shared_by_all_that_is_not_kept():
+    probed = machine()
+    one, two = plan_of(TWO, COPY), plan_of(TWO, COPY, COPY)
+    found = issue_of(probed, two, hooked(9.0, 6.0))
+    assert found == replace(probed, hook_s=3.0)
+    # Of a plan whose hooks are never off nothing is seen, and none are on where all is kept.
+    assert with_issue_of(found, one, hooked(0.0), probed) is None
+    assert with_issue_of(found, plan_of(TWO), hooked(1.0), probed) is None
+    # As with copies: what disturbs the host makes it slower only.
+    assert with_issue_of(found, one, hooked(9.0), probed) is None
+    assert with_issue_of(found, one, hooked(2.5), probed) is None
+    assert with_issue_of(found, one, hooked(1.0), probed) == replace(probed, hook_s=1.0)
+
+
 @pytest.mark.parametrize(("plan", "seconds"), [(PLAN, 2.0), (PLAN, 0.0), (plan_of(TRACE), 6.0)])
 def test_what_the_probe_found_stays_where_a_plan_says_no_more(plan: Plan, seconds: float):
     assert issue_of(machine(OUT, BACK), plan, [issuing(seconds)]) is None

@@ -39,6 +39,15 @@ def test_replays_cost_what_the_busier_of_host_and_device_takes(
     assert min(ops, key=lambda it: ways.cost[written_by(trace, ops[it])]) == cheapest
 
 
+def test_hooks_are_part_of_what_a_busy_host_takes_for_a_replay() -> None:
+    conv = OpSpec(10**8, device_us=1, host_us=50)
+    trace = build_trace([conv, replace(conv, replayable=True), *[conv] * 3])
+    case = Case(trace, replace(gpu(), hook_s=1e-3), Budget(1 << 40))
+    ways = Ways(case, {value: held_bytes(case, value) for value in movable(trace)})
+    value = written_by(trace, 1)
+    assert ways.cost[value] * held_bytes(case, value) == pytest.approx(1050e-6)
+
+
 @pytest.mark.parametrize(("source", "taking"), [(Source.EAGER, 2e-3), (Source.GRAPH, 0.0)])
 def test_a_graph_takes_nothing_over_for_a_replay(source: Source, taking: float) -> None:
     conv = OpSpec(10**8, device_us=1, host_us=50)

@@ -173,6 +173,15 @@ def test_a_slow_host_issues_copies_as_well() -> None:
     assert timeline.seconds == 10
 
 
+def test_hooks_of_a_value_that_is_moved_take_the_host_time_when_it_goes() -> None:
+    trace = trace_of([1, 1, 1, 1], [(1, 0, 3)], host_s=1)
+    plan = plan_of(trace, Offload(Tier.HOST, 0, 1, 2, 3))
+    timeline = simulate(trace, replace(gpu(), hook_s=3), plan)
+    assert spans(timeline, Lane.HOST) == [(0, 1), (1, 4), (4, 5), (5, 6), (6, 7)]
+    kept = simulate(trace, replace(gpu(), hook_s=3), plan_of(trace))
+    assert spans(kept, Lane.HOST) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
 def test_a_wait_at_the_end_has_no_op() -> None:
     trace = trace_of([1, 1], [(4, 0, 1)])
     trace = replace(trace, anchors=(2,))
