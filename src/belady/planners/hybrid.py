@@ -59,7 +59,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 15
+    version: int = 16
     recomputes: bool = True
 
     def __call__(

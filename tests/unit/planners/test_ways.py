@@ -39,6 +39,21 @@ def test_replays_cost_what_the_busier_of_host_and_device_takes(
     assert min(ops, key=lambda it: ways.cost[written_by(trace, ops[it])]) == cheapest
 
 
+@pytest.mark.parametrize(("device", "part"), [("cuda", 0.25), ("cpu", 1.0)])
+def test_a_busier_device_hides_most_of_what_the_host_takes(device: str, part: float) -> None:
+    conv = OpSpec(10**8, device_us=1000, host_us=40)
+    costs = []
+    for host_us in (40, 200):
+        spec = replace(conv, replayable=True, host_us=host_us)
+        trace = build_trace([conv, spec, *[conv] * 3], device=device)
+        case = Case(trace, cpu() if device == "cpu" else gpu(), Budget(1 << 40))
+        ways = Ways(case, {value: held_bytes(case, value) for value in movable(trace)})
+        value = written_by(trace, 1)
+        costs.append(ways.cost[value] * held_bytes(case, value))
+    # On a CPU the host computes, and nothing else is there to be busier.
+    assert costs[1] - costs[0] == pytest.approx(part * 160e-6)
+
+
 def test_hooks_are_part_of_what_a_busy_host_takes_for_a_replay() -> None:
     conv = OpSpec(10**8, device_us=1, host_us=50)
     trace = build_trace([conv, replace(conv, replayable=True), *[conv] * 3])
