@@ -12,6 +12,7 @@ from belady.eager.content import unpack
 from belady.eager.hooks import HookPair, Pack, Unpack, aside_from_compile
 from belady.eager.immediate import Immediate
 from belady.eager.planned import Planned
+from belady.ir.collector import seldom_collected
 from belady.ir.plan import Workspace
 from belady.ir.trace import Phase, Trace
 from belady.measure.calls import Calls
@@ -62,7 +63,7 @@ class Iteration:
         self._pair: HookPair | None = None
         self._calls = _calls_of(engine, observation)
         self._workspace = workspace
-        self._algorithms = ExitStack()
+        self._algorithms, self._collector = ExitStack(), ExitStack()
         self._monitor: Monitor | None = None
         self._sample: Sample | None = None
         self._entered = 0.0
@@ -102,6 +103,8 @@ class Iteration:
         if self._calls is not None:
             self._calls.enter_pass(index)
         self._pair = pair
+        # What is held for each save, from here to backward, is no garbage in the making.
+        self._collector.enter_context(seldom_collected())
         self._engine_seconds -= self._engine.host_seconds if self._engine is not None else 0.0
         self._entered = perf_counter()
 
@@ -181,12 +184,13 @@ class Iteration:
     def _take_off(self) -> None:
         """Take hooks and modes of the pass off this thread. Idempotent."""
         pair, self._pair = self._pair, None
-        try:
-            if self._calls is not None:
-                self._calls.leave_pass()
-        finally:
-            if pair is not None:
-                pair.pop()
+        with self._collector:
+            try:
+                if self._calls is not None:
+                    self._calls.leave_pass()
+            finally:
+                if pair is not None:
+                    pair.pop()
 
     def _hooks(self, index: int, covered: bool) -> HookPair | None:
         pack: Pack

@@ -1,0 +1,92 @@
+"""Python's collector comes seldom in a forward behind hooks, and as often as before otherwise."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import belady
+from belady.errors import InfeasibleBudgetError
+from tests.support.models import CNN
+from tests.support.training import Training, plain
+
+BEFORE = (700, 10, 10)
+SELDOM = 100_000
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(*BEFORE)
+    yield
+    gc.set_threshold(*before)
+
+
+class Looking(nn.Module):
+    """Notes how often the collector comes while it runs."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(4, 4), then
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(gc.get_threshold()[0])
+        self.then()
+        return torch.relu(self.layer(x))
+
+
+def test_it_comes_seldom_in_every_forward() -> None:
+    model = Looking()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with belady.virtualize(model, "1GiB"):
+        for _ in range(8):
+            model.seen.clear()
+            loss = model(torch.ones(2, 4)).sum()
+            assert model.seen[-1] == SELDOM
+            assert gc.get_threshold() == BEFORE
+            loss.backward()
+            optimizer.step()
+            assert gc.get_threshold() == BEFORE
+
+
+def test_also_where_a_block_is_an_iteration() -> None:
+    model = Looking()
+    with belady.virtualize(model, "1GiB") as vm:
+        for _ in range(3):
+            with vm.iteration():
+                model(torch.ones(2, 4)).sum().backward()
+            assert gc.get_threshold() == BEFORE
+    assert model.seen[-1] == SELDOM
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_it_comes_as_before_after_a_forward_that_raised(error: type[BaseException]) -> None:
+    def then() -> None:
+        raise error
+
+    model = Looking(then)
+    with belady.virtualize(model, "1GiB"):
+        for _ in range(2):
+            with pytest.raises(error):
+                model(torch.ones(2, 4))
+            assert gc.get_threshold() == BEFORE
+
+
+def test_it_comes_as_before_after_a_budget_was_refused() -> None:
+    training = Training(CNN)
+    with belady.virtualize(training.models, 1000), pytest.raises(InfeasibleBudgetError):
+        training.run(plain, range(3))
+    assert gc.get_threshold() == BEFORE
+
+
+def test_where_it_was_switched_off_it_stays_off() -> None:
+    gc.set_threshold(0)
+    model = Looking()
+    with belady.virtualize(model, "1GiB"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert model.seen[-1] == gc.get_threshold()[0] == 0
