@@ -140,12 +140,12 @@ def _title(record: Record) -> str:
 def table(found: Iterable[Record]) -> str:
     """Markdown: a row for each case; what did not run says why."""
     cases: dict[tuple[str, str], list[Record]] = {}
-    bounds: dict[str, float] = {}
+    bounds: dict[str, float | None] = {}
     for record in found:
         if record["method"] != BOUND:
             cases.setdefault((record["method"], str(record.get("budget"))), []).append(record)
-        elif record.get("bound_seconds") is not None:
-            bounds[record["budget"]] = record["bound_seconds"]
+        else:
+            bounds[record["budget"]] = record.get("bound_seconds")
     rows = [Row(tuple(_apart(records))) for records in cases.values()]
     measured = sorted((row for row in rows if _ok(row)), key=lambda row: -row.cap_bytes)
     ours = [row for row in measured if row.ours]

@@ -94,11 +94,11 @@ def with_issue_of(
 
 
 def _hook_s(hardware: HardwareProfile, values: int, samples: Sequence[Sample]) -> float:
-    """What hooks take for each of so many values; as it was known if it agrees, or is not seen."""
+    """What hooks take for each of so many values: as known, unless it is less, or first seen."""
     known, seconds = hardware.hook_s, min(sample.hook_seconds for sample in samples)
     if not seconds or not values:
         return known
-    found = min(seconds / values, known or inf)
+    found = seconds / values
     return known if found >= _ISSUE_AGREES * known > 0 else found
 
 

@@ -94,6 +94,7 @@ def test_decision_is_refused(value: Any, message: str) -> None:
     [
         ("capacities.0.nbytes", -1, "capacities[0].nbytes: -1 is negative"),
         ("outside_bytes", -1, "outside_bytes: -1 is negative"),
+        ("hook_s", -1, "hook_s: -1.0 is negative"),
         ("allocator.round_bytes", 0, "allocator.round_bytes: 0 is not at least 1"),
         ("allocator.margin_fraction", -0.1, "allocator.margin_fraction: -0.1 is negative"),
         ("links.0.curve", [], "links[0].curve: empty"),

@@ -180,6 +180,8 @@ def test_hooks_of_a_value_that_is_moved_take_the_host_time_when_it_goes() -> Non
     assert spans(timeline, Lane.HOST) == [(0, 1), (1, 4), (4, 5), (5, 6), (6, 7)]
     kept = simulate(trace, replace(gpu(), hook_s=3), plan_of(trace))
     assert spans(kept, Lane.HOST) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    packed = simulate(trace, replace(gpu(), hook_s=3), plan_of(trace, Encode("uint8", 1, 1, 3)))
+    assert [end - start for start, end in spans(packed, Lane.HOST)] == [1, 3, 1, 1, 1]
 
 
 def test_a_wait_at_the_end_has_no_op() -> None:
