@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import median
 
 from benchmarks.cases import Record
-from benchmarks.comparison import Row
+from benchmarks.comparison import Row, by_machine
 from benchmarks.founders.claims import AVERAGE_LESS
 from benchmarks.founders.details import gib
 
@@ -19,14 +19,17 @@ _HEAD = (
 
 
 def table(found: Iterable[Record]) -> str:
-    """Markdown: a row for each case; what did not run says what came of it."""
-    nets: dict[str, dict[tuple[str, str], list[Record]]] = {}
-    for record in found:
-        if record.get("group") == GROUP:
+    """Markdown: a row for each case, a table for each machine; what did not run says why."""
+    parts = []
+    for title, of in by_machine("", (it for it in found if it.get("group") == GROUP)):
+        nets: dict[str, dict[tuple[str, str], list[Record]]] = {}
+        for record in of:
             cases = nets.setdefault(record["workload"], {})
             cases.setdefault((record["method"], record["budget"]), []).append(record)
-    lines = [line for cases in nets.values() for line in _lines(cases)]
-    return _HEAD + "".join(lines) if lines else "No records yet.\n"
+        about = f"**{title.removeprefix(', ')}**\n\n" if title else ""
+        lines = [line for cases in nets.values() for line in _lines(cases)]
+        parts += [about + _HEAD + "".join(lines)] if lines else []
+    return "\n".join(parts) or "No records yet.\n"
 
 
 def _lines(cases: dict[tuple[str, str], list[Record]]) -> Iterable[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.cases import BOUND, OURS, OWN, Record, flushes, kernels_of
+from benchmarks.cases import BOUND, ENGINES, OURS, OWN, Record, flushes, kernels_of
 from benchmarks.records import machine
 
 GROUPS = ("frontier", "peers", "targets")
@@ -18,6 +18,8 @@ GROUPS = ("frontier", "peers", "targets")
 PLOTTED = ("frontier", "peers")
 # What is called the same: repeated runs of one case differ by about so much.
 _SAME = 0.01
+# Caps that are the same share of what two runs of plain held at their peaks.
+_SAME_CAP = 0.002
 # By how much waiting for each iteration must change a ratio for both to be told.
 _NOTABLE = 0.02
 _HEAD = (
@@ -32,7 +34,7 @@ LEGEND = (
     f"where that differs by {_NOTABLE:.0%} of the\npeer's time or more. Where the allocator "
     "flushed its cache, a method did not pass the cap and counts in no verdict.\nThe bound is what "
     "no plan behind hooks can beat in that cap, of what runs in no slices, even if nothing were\n"
-    "lost between blocks.\n"
+    "lost between blocks; those of a few caps can be of another run than others.\n"
 )
 
 
@@ -73,12 +75,12 @@ class Row:
     def bounded_by(self) -> str:
         """Budget of the bound in the same cap, a peer's smallest being 100 % of it.
 
-        Empty for captured graphs, which have no hooks to wait for.
+        Empty for captured graphs, which have no hooks to wait for, and for Inductor's kernels.
         """
         method, budget = self.first["method"], str(self.first.get("budget"))
-        if self.ours:
-            return budget if method.startswith(OURS) else ""
-        return f"100%:{method}" if budget == "smallest" else budget
+        if self.kernels != ENGINES[OURS] or (self.ours and not method.startswith(OURS)):
+            return ""
+        return f"100%:{method}" if budget == "smallest" and not self.ours else budget
 
     @property
     def flushes(self) -> int:
@@ -140,12 +142,12 @@ def _title(record: Record) -> str:
 def table(found: Iterable[Record]) -> str:
     """Markdown: a row for each case; what did not run says why."""
     cases: dict[tuple[str, str], list[Record]] = {}
-    bounds: dict[str, float | None] = {}
+    bounds: dict[str, Record] = {}
     for record in found:
         if record["method"] != BOUND:
             cases.setdefault((record["method"], str(record.get("budget"))), []).append(record)
         else:
-            bounds[record["budget"]] = record.get("bound_seconds")
+            bounds.setdefault(record["budget"], record)
     rows = [Row(tuple(_apart(records))) for records in cases.values()]
     measured = sorted((row for row in rows if _ok(row)), key=lambda row: -row.cap_bytes)
     ours = [row for row in measured if row.ours]
@@ -153,7 +155,7 @@ def table(found: Iterable[Record]) -> str:
     lines = []
     for row in measured:
         judged = "" if row.ours else verdict(row, ours, failed)
-        lines.append(_line(row, bounds.get(row.bounded_by), judged))
+        lines.append(_line(row, _bound(row, bounds.get(row.bounded_by, {})), judged))
     lines += [_failed(record) for row in failed for record in row.failed]
     return _HEAD + "".join(lines)
 
@@ -165,6 +167,13 @@ def _apart(records: list[Record]) -> list[Record]:
 
 def _ok(row: Row) -> bool:
     return all(record["outcome"] == "ok" for record in row.records)
+
+
+def _bound(row: Row, known: Record) -> float | None:
+    """Seconds of the bound; None in another cap, as where a peer's grew while it was measured."""
+    cap, seconds = known.get("budget_bytes"), known.get("bound_seconds")
+    alike = cap is not None and abs(cap - row.cap_bytes) <= _SAME_CAP * cap
+    return seconds if alike else None
 
 
 def _line(row: Row, bound: float | None, judged: str) -> str:

@@ -97,19 +97,29 @@ def test_what_flushed_is_marked_and_judged_by_nobody() -> None:
 def test_a_row_has_the_bound_in_its_own_cap() -> None:
     none = {"outcome": "ok", "method": "bound"}
     bounds = [
-        {**record("bound", 5, 0.0), **none, "budget": of, "bound_seconds": seconds}
-        for of, seconds in (("50%", 0.05), ("100%:checkpoint", 0.06), ("100%:trl", None))
+        {**record("bound", cap, 0.0), **none, "budget": of, "bound_seconds": seconds}
+        for of, cap, seconds in (
+            ("50%", 6, 0.05),
+            ("100%:checkpoint", 9, 0.06),
+            ("100%:trl", 8, None),
+            ("100%:deepspeed", 3, 0.07),
+            ("100%:inductor", 2, 0.07),
+        )
     ]
     found = [
         record("checkpoint", 9, 0.2, budget="smallest"),
         record("trl", 8, 0.2, budget="smallest"),
-        record("belady:auto", 7, 0.1, budget="100%:checkpoint"),
+        record("belady:auto", 9, 0.1, budget="100%:checkpoint"),
+        record("belady:lifetime", 7, 0.1, budget="100%:checkpoint"),  # of a cap found before
         record("belady:auto", 6, 0.1, budget="50%"),
         record("belady-graph:auto", 5, 0.1, budget="50%"),
         record("belady:auto", 4, 0.1, budget="smallest"),
+        record("deepspeed", 4, 0.2, budget="smallest"),  # its cap grew while it was measured
+        record("inductor", 2, 0.2, budget="smallest"),
     ]
     rows = table([*bounds, *found]).splitlines()[2:]
-    assert [row.split(" | ")[4].strip() for row in rows] == ["60.0", "", "60.0", "50.0", "", ""]
+    bounded = [row.split(" | ")[4].strip() for row in rows]
+    assert bounded == ["60.0", "60.0", "", "", "50.0", "", "", "", ""]
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,8 @@ class Follower(Calls):
         self._hooks = None
         super().leave_pass()
 
-    def may_lift(self, pair: HookPair, go_on_from: Callable[[int], None]) -> None:
-        """Let ``pair`` be off during calls of this pass that do not need it.
+    def may_lift(self, pair: HookPair, go_on_from: Callable[[int], None]) -> bool:
+        """Let ``pair`` be off during calls of this pass that do not need it; whether it may be.
 
         Not in one of `COMPARED_ONE_IN` iterations, and not after one in which a save was another:
         no call shows shapes, and where all is kept nothing else would.
@@ -124,6 +124,7 @@ class Follower(Calls):
         """
         if not self._looks:
             self._hooks = Hooks(pair, go_on_from)
+        return not self._looks
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A call is about to be made; gives `Step.past` of it, -1 once the program has strayed."""

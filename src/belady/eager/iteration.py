@@ -70,7 +70,7 @@ class Iteration:
         self._host_seconds = 0.0
         self._engine_seconds = 0.0  # of them, the engine's own
         self._hook_seconds = 0.0  # and what hooks took beside
-        self._counts = False
+        self._counts = self._lifted = False
 
     def begin(self, monitor: Monitor, level: int) -> Sample:
         """The first pass is about to be entered."""
@@ -79,7 +79,7 @@ class Iteration:
         if self.observation is not None:
             self.observation.start()
         self._monitor = monitor
-        self._counts = level > 0
+        self._counts = level == 1
         self._sample = monitor.begin(level)
         if self._workspace is Workspace.MEMORY:
             # The trials made cuDNN's lean choices; PERFORMANCE is what it chooses by itself.
@@ -206,27 +206,26 @@ class Iteration:
             pack, take = watched(self.observation.recorder, pack, take)
         if self._calls is not None:
             pack = self._calls.around(pack)
-        if covered and self._engine is not None and self._counts and self._lifts:
-            pack = self._counted(self._engine, pack)
+        engine = self._engine if covered and self.observation is None else None
+        if engine is not None and self._counts:
+            pack = self._counted(engine, pack)
         pair = HookPair(aside_from_compile(pack), aside_from_compile(take))
-        if covered and self._engine is not None and self.observation is None:
-            self._engine.may_lift(pair)
+        self._lifted = engine is not None and engine.may_lift(pair)
         return pair
 
-    @property
-    def _lifts(self) -> bool:
-        """Whether hooks are off during calls that need none, so that others have their price."""
-        return self._calls is not None and self.observation is None
-
     def _counted(self, engine: Planned, pack: Pack) -> Pack:
-        """``pack`` with what it takes beyond what the engine counts itself taken down."""
+        """``pack`` with what it takes beyond what the engine counts itself taken down.
+
+        Only in a pass whose hooks are off now and then: else no value that is not kept puts any on.
+        """
 
         def counted(tensor: torch.Tensor) -> Any:
             begun, before = perf_counter(), engine.host_seconds
             try:
                 return pack(tensor)
             finally:
-                self._hook_seconds += perf_counter() - begun - (engine.host_seconds - before)
+                if self._lifted:
+                    self._hook_seconds += perf_counter() - begun - (engine.host_seconds - before)
 
         return counted
 

@@ -50,10 +50,9 @@ class Planned:
 
     Attributes
     ----------
-    defaults
-        Saves that were kept because they did not match the plan, by reason.
-    missed
-        The same, in the iteration under way.
+    defaults, missed
+        Saves that were kept because they did not match the plan, by reason; and how many were in
+        the iteration under way.
     host_seconds
         What taking values over, copying them and bringing them back has cost the host in the
         iteration under way; ``replay_seconds`` of them for what stays or is made again.
@@ -117,10 +116,11 @@ class Planned:
         self._table = self._tables[index] if index < len(self._tables) else []
         self._ordinal = 0
 
-    def may_lift(self, pair: HookPair) -> None:
-        """The hooks ``pair`` of this pass may be off while nothing needs them."""
-        if self.calls is not None and self.on_anchor is None and outer_pair() is None:
-            self.calls.may_lift(pair, partial(setattr, self, "_ordinal"))
+    def may_lift(self, pair: HookPair) -> bool:
+        """Have the hooks ``pair`` of this pass off while nothing needs them, if that may be."""
+        if self.calls is None or self.on_anchor is not None or outer_pair() is not None:
+            return False
+        return self.calls.may_lift(pair, partial(setattr, self, "_ordinal"))
 
     def finish_iteration(self) -> None:
         """Send out what is still due; what backward did not ask for stays out."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import NamedTuple
 
 from belady.ir.codecs import SIGN
+from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Decision, Encode, Managed, Offload, Recompute
 from belady.ir.residency import away, times_saved
 from belady.ir.trace import Phase, Source, Trace
@@ -32,6 +33,11 @@ def compared_share(trace: Trace) -> float:
     if trace.source is Source.GRAPH:
         return 0.0
     return 1.0 if trace.device == "cpu" else 1 / COMPARED_ONE_IN
+
+
+def hook_seconds(trace: Trace, hardware: HardwareProfile) -> float:
+    """Seconds of the host for the hooks of a value that is not kept; graphs have none."""
+    return 0.0 if trace.source is Source.GRAPH else hardware.hook_s
 
 
 def reasons(trace: Trace, index: int, decisions: Mapping[int, Decision]) -> Iterator[Reason]:

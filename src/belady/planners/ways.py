@@ -8,15 +8,15 @@ from types import MappingProxyType
 
 from belady.ir.codecs import passes
 from belady.ir.plan import Encode, Recompute
-from belady.ir.replay import compared_share, seconds_of
+from belady.ir.replay import compared_share, hook_seconds, seconds_of
 from belady.ir.trace import Tier
 from belady.planners.due import last_read
 from belady.planners.moves import Case, encodings
 from belady.planners.replays import cheapest
 
 _NONE: Mapping[int, int] = MappingProxyType({})
-# Part of the host's seconds that counts where the device is busier. Of the parts tried, between an
-# eighth and a half, on the traces of ViT-L, GPT-2-medium and ResNet-152 behind hooks.
+# Part of the host's seconds that counts where the device is busier. From an eighth to a half, plans
+# of ViT-L, GPT-2-medium and ResNet-152 are foretold to be about as fast; without, some are slower.
 _UNHIDDEN = 0.25
 
 
@@ -151,6 +151,6 @@ class Ways:
         trace, hardware = self._case.trace, self._case.hardware
         link = hardware.link(Tier.DEVICE, Tier.DEVICE)
         takes = isinstance(way, Encode) or compared_share(trace) > 0
-        taking = hardware.hook_s + (2 * link.issue_s if link and takes else 0.0)
+        taking = hook_seconds(trace, hardware) + (2 * link.issue_s if link and takes else 0.0)
         ops = way.ops if isinstance(way, Recompute) else ()
         return taking + sum(trace.ops[op].host_seconds for op in ops)

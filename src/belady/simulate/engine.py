@@ -16,7 +16,7 @@ from belady.errors import PlanMismatchError, TierError
 from belady.ir.codecs import passes
 from belady.ir.hardware import HardwareProfile, Link
 from belady.ir.plan import Decision, Encode, Managed, Offload, Plan, Recompute
-from belady.ir.replay import compared_share, sources
+from belady.ir.replay import compared_share, hook_seconds, sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.timeline import Cause, Lane, Timeline
 from belady.ir.trace import Tier, Trace
@@ -184,8 +184,8 @@ class _Issuer:
         self.compute = self._add(Task(Lane.COMPUTE, seconds, (self.host,), op=index, value=value))
 
     def _act(self, kind: _Action, value: int, boundary: int) -> None:
-        if kind in _SAVES and self.hardware.hook_s:
-            self.host = self._add(Task(Lane.HOST, self.hardware.hook_s, value=value))
+        if kind in _SAVES and (hooks := hook_seconds(self.trace, self.hardware)):
+            self.host = self._add(Task(Lane.HOST, hooks, value=value))
         if kind is _Action.COPY_OUT:
             self._copy_out(value, boundary)
         elif kind is _Action.COPY_IN:

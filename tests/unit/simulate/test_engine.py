@@ -17,7 +17,7 @@ from belady.ir.plan import (
     Plan,
 )
 from belady.ir.timeline import Cause, Lane, Moved, Stall, Timeline
-from belady.ir.trace import Tier
+from belady.ir.trace import Source, Tier
 from belady.simulate import simulate
 from tests.support import strategies
 from tests.unit.simulate.cases import cpu, gpu, link, machine, plan_of, trace_of
@@ -174,14 +174,17 @@ def test_a_slow_host_issues_copies_as_well() -> None:
 
 
 def test_hooks_of_a_value_that_is_moved_take_the_host_time_when_it_goes() -> None:
-    trace = trace_of([1, 1, 1, 1], [(1, 0, 3)], host_s=1)
-    plan = plan_of(trace, Offload(Tier.HOST, 0, 1, 2, 3))
-    timeline = simulate(trace, replace(gpu(), hook_s=3), plan)
+    graph = trace_of([1, 1, 1, 1], [(1, 0, 3)], host_s=1)
+    trace = replace(graph, source=Source.EAGER)
+    machine = replace(gpu(), hook_s=3)
+    moved = Offload(Tier.HOST, 0, 1, 2, 3)
+    timeline = simulate(trace, machine, plan_of(trace, moved))
     assert spans(timeline, Lane.HOST) == [(0, 1), (1, 4), (4, 5), (5, 6), (6, 7)]
-    kept = simulate(trace, replace(gpu(), hook_s=3), plan_of(trace))
-    assert spans(kept, Lane.HOST) == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    packed = simulate(trace, replace(gpu(), hook_s=3), plan_of(trace, Encode("uint8", 1, 1, 3)))
+    packed = simulate(trace, machine, plan_of(trace, Encode("uint8", 1, 1, 3)))
     assert [end - start for start, end in spans(packed, Lane.HOST)] == [1, 3, 1, 1, 1]
+    # None are on where all is kept, and in a graph.
+    for it, plan in ((trace, plan_of(trace)), (graph, plan_of(graph, moved))):
+        assert spans(simulate(it, machine, plan), Lane.HOST) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 def test_a_wait_at_the_end_has_no_op() -> None:

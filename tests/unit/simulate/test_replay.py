@@ -184,7 +184,8 @@ def test_a_graph_has_no_digests_and_takes_nothing_over() -> None:
 
 
 def test_hooks_of_a_value_that_is_made_again_take_the_host_time_once() -> None:
-    it, machine = trace(host_s=0.5), replace(gpu(), hook_s=0.25)
+    it = replace(trace(host_s=0.5), source=Source.EAGER)
+    machine = replace(gpu(), hook_s=0.25)
     timeline = simulate(it, machine, plan_of(it, Keep(), Keep(), AGAIN))
     host = [span.end_s - span.start_s for span in spans(timeline, Lane.HOST)]
     assert sorted(host) == [0.25, *[0.5] * 7]
