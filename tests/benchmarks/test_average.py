@@ -116,6 +116,17 @@ def test_the_table_sets_averages_against_the_network_wide_allocation() -> None:
     assert len({len(row) for row in rows}) == 1
 
 
+def test_what_two_machines_measured_is_in_two_tables() -> None:
+    found = [record("plain", "none", 0.1), ours("50%", 0.12, 4), ours("none", 0.1, 6)]
+    here = [it | {"device_name": "A", "torch": "2"} for it in found]
+    there = [it | {"device_name": "B", "torch": "2", "median_seconds": 0.2} for it in found]
+    one, two = table([*here, *there]).split("\n**B, torch 2**\n\n")
+    assert one == f"**A, torch 2**\n\n{table(here)}"
+    assert two == table(there)
+    assert "+20.0%" in one
+    assert "+20.0%" not in two
+
+
 def test_without_records_the_table_says_so() -> None:
     assert table([ours("none", 0.1, 6) | {"group": "founders"}]) == "No records yet.\n"
 

@@ -58,12 +58,12 @@ def with_host_of(trace: Trace, samples: Sequence[Sample]) -> Trace | None:
 def with_issue_of(
     hardware: HardwareProfile, plan: Plan, samples: Sequence[Sample], probed: HardwareProfile
 ) -> HardwareProfile | None:
-    """The machine with what issuing a copy, or taking over a value that is made again, took.
+    """The machine with what issuing took, of a copy or of a value that is made again, and hooks.
 
-    And what hooks took beside. None if it agrees. The probe issues many small copies and nothing
-    else. In an iteration the host takes a value over first, its caches are full of other things,
-    and copies under way take its memory's bandwidth. What disturbs the host makes it slower only:
-    where the next plan shows less, that holds.
+    None if it agrees. The probe issues many small copies and nothing else. In an iteration the host
+    takes a value over first, its caches are full of other things, and copies under way take its
+    memory's bandwidth. What disturbs the host makes it slower only: where the next plan shows less,
+    that holds.
 
     Parameters
     ----------
