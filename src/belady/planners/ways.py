@@ -9,7 +9,7 @@ from types import MappingProxyType
 from belady.ir.codecs import passes
 from belady.ir.plan import Encode, Recompute
 from belady.ir.replay import compared_share, hook_seconds, seconds_of
-from belady.ir.trace import Tier
+from belady.ir.trace import Source, Tier
 from belady.planners.due import last_read
 from belady.planners.moves import Case, encodings
 from belady.planners.replays import cheapest
@@ -41,8 +41,10 @@ class Ways:
     def __init__(self, case: Case, nbytes: dict[int, int]) -> None:
         self._case = case
         self._host_bound = case.trace.is_host_bound
-        # On a CPU the host computes, and its seconds are in those of the ops.
-        self._unhidden = 0.0 if case.trace.device == "cpu" else _UNHIDDEN
+        # On a CPU the host computes, and its seconds are in those of the ops. In a graph it issues
+        # no more in forward for what backward makes again, and backward keeps the device busy.
+        hidden = case.trace.device == "cpu" or case.trace.source is Source.GRAPH
+        self._unhidden = 0.0 if hidden else _UNHIDDEN
         self.nbytes = nbytes
         self.last_reads = {value: last_read(case.trace, value) for value in case.trace.saved}
         self._known: dict[int, list[tuple[dict[int, bool], Recompute | None]]] = {}
@@ -119,8 +121,8 @@ class Ways:
     def cost_of(self, value: int, way: Recompute | Encode | None) -> float:
         """Seconds for each byte that is saved, of the host or the device, whichever is busier.
 
-        A device that is busier does not hide all of the host's: it waits where much is issued for
-        little, and at the beginning of each iteration that the program waits for.
+        Behind hooks a device that is busier does not hide all of the host's: it waits where much is
+        issued for little, and at the beginning of each iteration that the program waits for.
         """
         if way is None:
             return inf

@@ -39,13 +39,23 @@ def test_replays_cost_what_the_busier_of_host_and_device_takes(
     assert min(ops, key=lambda it: ways.cost[written_by(trace, ops[it])]) == cheapest
 
 
-@pytest.mark.parametrize(("device", "part"), [("cuda", 0.25), ("cpu", 1.0)])
-def test_a_busier_device_hides_most_of_what_the_host_takes(device: str, part: float) -> None:
+@pytest.mark.parametrize(
+    ("device", "source", "part"),
+    [
+        ("cuda", Source.EAGER, 0.25),
+        ("cuda", Source.GRAPH, 0.0),
+        ("cpu", Source.EAGER, 1.0),
+        ("cpu", Source.GRAPH, 1.0),
+    ],
+)
+def test_a_busier_device_hides_most_of_what_the_host_takes(
+    device: str, source: Source, part: float
+) -> None:
     conv = OpSpec(10**8, device_us=1000, host_us=40)
     costs = []
     for host_us in (40, 200):
         spec = replace(conv, replayable=True, host_us=host_us)
-        trace = build_trace([conv, spec, *[conv] * 3], device=device)
+        trace = replace(build_trace([conv, spec, *[conv] * 3], device=device), source=source)
         case = Case(trace, cpu() if device == "cpu" else gpu(), Budget(1 << 40))
         ways = Ways(case, {value: held_bytes(case, value) for value in movable(trace)})
         value = written_by(trace, 1)
