@@ -415,12 +415,17 @@ SLOW = 2e-3
 
 
 @pytest.mark.parametrize(
-    ("trusts", "around", "apart"),
-    [(True, False, True), (False, False, False), (True, True, False)],
-    ids=["followed", "not followed", "below hooks of the user's"],
+    ("trusts", "around", "looks", "apart"),
+    [
+        (True, False, 8, True),
+        (True, False, 1, False),
+        (False, False, 8, False),
+        (True, True, 8, False),
+    ],
+    ids=["followed", "looked at", "not followed", "below hooks of the user's"],
 )
 def test_hooks_are_timed_apart_where_they_are_off_otherwise(
-    monkeypatch: pytest.MonkeyPatch, trusts: bool, around: bool, apart: bool
+    monkeypatch: pytest.MonkeyPatch, trusts: bool, around: bool, looks: int, apart: bool
 ) -> None:
     """While a plan is verified, and only if its calls are followed, so that hooks can be off."""
     found: list[tuple[Sample, int, bool]] = []
@@ -440,6 +445,7 @@ def test_hooks_are_timed_apart_where_they_are_off_otherwise(
         peak = simulate(trace, hardware, plan).peak(Tier.DEVICE)
         return replace(plan, predicted_peak_bytes=peak)
 
+    monkeypatch.setattr("belady.eager.following.COMPARED_ONE_IN", looks)
     monkeypatch.setattr(Iteration, "finish", finished)
     monkeypatch.setattr(verification, "make_plan", plan)
     monkeypatch.setattr(kinds, "Planned", Slow)
