@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import count, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from belady.eager.hooks import HookPair
 from belady.eager.planned import Planned
 from belady.eager.replay import Recipes
 from belady.ir.encoding import encoding_of
+from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Budget, Decision, Encode, Keep, Offload, Plan, Recompute
 from belady.ir.replay import reasons, sources
 from belady.ir.timeline import Lane
@@ -27,6 +28,7 @@ from belady.memory.carrier import Carrier
 from belady.memory.fences import Fence
 from belady.memory.lanes import CpuLanes
 from belady.planners.replays import cheapest
+from belady.simulate import simulate
 from tests.support.memory import POISON, CarrierUnderTest, SlowCudaLanes, SlowFiles, ThreadLanes
 from tests.support.models import Task
 from tests.support.training import Step, Training
@@ -168,6 +170,17 @@ def every_replay(trace: Trace, op: str = "") -> dict[int, Recompute]:
             chosen[value] = replay
             needed.update(sources(trace, replay))
     return chosen
+
+
+def replaying(
+    _name: str, trace: Trace, hardware: HardwareProfile, budget: Budget, **_: bool
+) -> Plan:
+    """In place of a policy's planner: makes again all that can be."""
+    made = tuple(starmap(Assignment, every_replay(trace).items()))
+    plan = legal(trace, Plan(trace.fingerprint, "some/1", budget, made))
+    timeline = simulate(trace, hardware, plan)
+    peak, seconds = timeline.peak(Tier.DEVICE), timeline.seconds
+    return replace(plan, predicted_peak_bytes=peak, predicted_seconds=seconds)
 
 
 def legal(trace: Trace, plan: Plan) -> Plan:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import belady
 from belady.errors import InfeasibleBudgetError
+from tests.support.collector import thresholds
 from tests.support.models import CNN
 from tests.support.training import Training, plain
 
@@ -20,10 +21,8 @@ SELDOM = 100_000
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    before = gc.get_threshold()
-    gc.set_threshold(*BEFORE)
-    yield
-    gc.set_threshold(*before)
+    with thresholds(*BEFORE):
+        yield
 
 
 class Looking(nn.Module):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
-from itertools import starmap
 from time import sleep
 from typing import Any
 
@@ -27,25 +26,22 @@ from belady.eager.hooks import outer_pair
 from belady.eager.iteration import Iteration
 from belady.eager.planned import Planned
 from belady.eager.table import Entry, actions, tables
-from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Budget, Plan, Recompute
 from belady.ir.replay import COMPARED_ONE_IN, sources
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Trace
 from belady.measure import verification
 from belady.measure.calls import Call
 from belady.measure.monitor import Sample
-from belady.planners import POLICIES
 from belady.planners.replays import cheapest
-from belady.simulate import simulate
 from tests.parity.racing import (
     ROOM,
     Observed,
     engine_on,
     every_replay,
     hostile_carrier,
-    legal,
     observed,
     random_plan,
+    replaying,
 )
 from tests.support.models import CNN, GPT, LSTM, Task
 from tests.support.training import Step, Training, accumulating, differences, plain
@@ -437,21 +433,15 @@ def test_hooks_are_timed_apart_where_they_are_off_otherwise(
         Slow.packs = 0
         return sample, trace
 
-    def plan(_name: str, trace: Trace, hardware: HardwareProfile, budget: Budget, **_: Any) -> Plan:
-        if not trusts:
-            return POLICIES["floor"](trace, hardware, budget)
-        made = tuple(starmap(Assignment, every_replay(trace).items()))
-        plan = legal(trace, Plan(trace.fingerprint, "some/1", budget, made))
-        peak = simulate(trace, hardware, plan).peak(Tier.DEVICE)
-        return replace(plan, predicted_peak_bytes=peak)
-
     monkeypatch.setattr("belady.eager.following.COMPARED_ONE_IN", looks)
     monkeypatch.setattr(Iteration, "finish", finished)
-    monkeypatch.setattr(verification, "make_plan", plan)
+    if trusts:
+        monkeypatch.setattr(verification, "make_plan", replaying)
     monkeypatch.setattr(kinds, "Planned", Slow)
     training = Training(CHAIN)
     outer = hooks(lambda it: it) if around else nullcontext()
-    with outer, belady.virtualize(training.models, "1GiB", policy="hybrid"):
+    policy = "hybrid" if trusts else "floor"
+    with outer, belady.virtualize(training.models, "1GiB", policy=policy):
         training.run(plain, range(12))
     steady, packs, _ = found[-1]
     assert (steady.hook_seconds, packs > 0) == (0, True)

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import belady
+from tests.support.collector import thresholds
 
 SEEN: list[int] = []
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    before = gc.get_threshold()
     SEEN.clear()
-    gc.set_threshold(700, 10, 10)
-    yield
-    gc.set_threshold(*before)
+    with thresholds(700, 10, 10):
+        yield
     torch._dynamo.reset()
 
 

@@ -15,8 +15,9 @@ from belady.planners.moves import Case, encodings
 from belady.planners.replays import cheapest
 
 _NONE: Mapping[int, int] = MappingProxyType({})
-# Part of the host's seconds that counts where the device is busier. From an eighth to a half, plans
-# of ViT-L, GPT-2-medium and ResNet-152 are foretold to be about as fast; without, some are slower.
+# Part of the host's seconds that counts where the device is busier. From an eighth to a third plans
+# for traces of ViT-L, GPT-2-medium and ResNet-152 are foretold to be about as fast; with none or
+# half of them some are slower.
 _UNHIDDEN = 0.25
 
 

@@ -166,8 +166,10 @@ class _Issuer:
     host: Task | None = None
     copies: dict[int, list[Task]] = field(default_factory=dict)  # by value, in order of issue
     known_routes: dict[Tier, tuple[list[tuple[Lane, Link]], ...]] = field(default_factory=dict)
+    hook_s: float = 0.0
 
     def issue(self) -> None:
+        self.hook_s = hook_seconds(self.trace, self.hardware)
         actions = _actions(self.trace, self.plan)
         seconds = kernel_seconds(self.trace, self.plan)
         for boundary in range(len(self.trace.ops) + 1):
@@ -184,8 +186,8 @@ class _Issuer:
         self.compute = self._add(Task(Lane.COMPUTE, seconds, (self.host,), op=index, value=value))
 
     def _act(self, kind: _Action, value: int, boundary: int) -> None:
-        if kind in _SAVES and (hooks := hook_seconds(self.trace, self.hardware)):
-            self.host = self._add(Task(Lane.HOST, hooks, value=value))
+        if self.hook_s and kind in _SAVES:
+            self.host = self._add(Task(Lane.HOST, self.hook_s, value=value))
         if kind is _Action.COPY_OUT:
             self._copy_out(value, boundary)
         elif kind is _Action.COPY_IN:

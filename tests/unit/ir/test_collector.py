@@ -10,16 +10,15 @@ from contextlib import suppress
 import pytest
 
 from belady.ir.collector import Seldom
+from tests.support.collector import thresholds
 
 THRESHOLD = (701, 11, 12)
 
 
 @pytest.fixture(autouse=True)
 def threshold() -> Iterator[None]:
-    before = gc.get_threshold()
-    gc.set_threshold(*THRESHOLD)
-    yield
-    gc.set_threshold(*before)
+    with thresholds(*THRESHOLD):
+        yield
 
 
 def test_it_comes_seldom_until_the_last_has_left() -> None:
