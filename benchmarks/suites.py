@@ -35,6 +35,7 @@ _EQUAL_STEPS = 4
 # What a user without a library would pick. Of transformers trainers offer TRL's offloading too.
 _ANYWHERE = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
 _COMPILED = ("inductor-0.7", "inductor-0.5", "inductor-0.25")
+_FIVE = ("inductor", *_COMPILED, "inductor-0")
 # Workload, precision, and the batch where it is not the workload's own.
 _FRONTIERS = (
     ("alexnet", "tf32", None),
@@ -108,6 +109,7 @@ def _targets() -> Iterable[Case]:
         ("gpt2", {"batch": 16}),
     ):
         yield from _against_peers(net, peers, sizes=tuple(sizes.items()))
+        yield from _against_compiled(net, sizes=tuple(sizes.items()))
 
 
 def _against_peers(net: str, peers: Iterable[str], **setting: Any) -> Iterable[Case]:
@@ -117,6 +119,17 @@ def _against_peers(net: str, peers: Iterable[str], **setting: Any) -> Iterable[C
         yield Case(net, peer, "smallest", "bf16", **setting)
     for peer in peers:
         yield Case(net, OURS + "auto", f"100%:{peer}", "bf16", equal_steps=_EQUAL_STEPS, **setting)
+
+
+def _against_compiled(net: str, **setting: Any) -> Iterable[Case]:
+    """Inductor by five budgets of its own, each at its smallest cap, and ours with its kernels.
+
+    Results are not compared with plain's, which has other kernels.
+    """
+    yield Case(net, "inductor", "none", "bf16", **setting)
+    for method, budget in (("{}", "smallest"), ("belady-inductor:auto", "100%:{}")):
+        for peer in _FIVE:
+            yield Case(net, method.format(peer), budget.format(peer), "bf16", **setting)
 
 
 def _within(
