@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+_TOKENS = map(str, itertools.count())
 
 
 def plain_forward(module: nn.Module) -> Callable[..., Any]:
@@ -40,10 +43,18 @@ class Forward(ABC):
 
     An attribute of the instance, where `state_dict`, names and hooks do not see it. It pickles and
     copies as the forward of the class, bound to the copy.
+
+    Attributes
+    ----------
+    token
+        What `called` finds it by. Dynamo of torch 2.11 gives no object to a function that it calls
+        while it captures, and takes a number that changes for one of any size.
     """
 
     def __init__(self, owner: nn.Module) -> None:
         functools.update_wrapper(self, plain_forward(owner), updated=())
+        self.token = next(_TOKENS)
+        _CALLED[self.token] = self
         # Not a strong one: the owner holds this.
         self._owner = weakref.ref(owner)
         self._below: object = None
@@ -74,6 +85,14 @@ class Forward(ABC):
 
     def __reduce__(self) -> Any:
         return getattr, (self.alive(), "forward")
+
+
+_CALLED: weakref.WeakValueDictionary[str, Forward] = weakref.WeakValueDictionary()
+
+
+def called(token: str) -> Forward:
+    """What has the token, and is alive."""
+    return _CALLED[token]
 
 
 class Late(Forward):

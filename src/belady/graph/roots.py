@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from belady.forwards import Forward, is_patched, plain_forward, run_plain
+from belady.forwards import Forward, called, is_patched, plain_forward, run_plain
 from belady.graph import doors
 from belady.graph.breaks import breaks, why_not
 from belady.graph.capture import backend_of
@@ -194,7 +194,7 @@ class _Compiled(Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if torch.compiler.is_compiling():
-            _captured_inside(self)
+            _captured_inside(self.token)
             return run_plain(self.alive(), *args, **kwargs)
         module, roots = self.alive(), self._roots()
         if roots is None or not _is_pass():
@@ -248,8 +248,10 @@ def _give_back(places: list[_Compiled]) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _captured_inside(place: _Compiled) -> None:
+def _captured_inside(token: str) -> None:
     """Run while Dynamo captures, and not by what it has captured."""
+    place = called(token)
+    assert isinstance(place, _Compiled)
     place.captured_inside()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from belady.forwards import Forward, run_plain
+from belady.forwards import Forward, called, run_plain
 from belady.ir.plan import Section
 from belady.sections.given import separated
 from belady.sections.pooled import Pooled, pooled
@@ -166,7 +166,8 @@ class Unrolled(Forward):
 
     def run(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run it, given the module."""
-        if not torch.compiler.is_compiling() or not _lets(self) or not torch.is_grad_enabled():
+        captured = torch.compiler.is_compiling() and _lets(self.token)
+        if not captured or not torch.is_grad_enabled():
             return run_plain(owner, *args, **kwargs)
         if not self.runs[0].child:
             return _in_slices(self.runs[0], owner, args, kwargs)
@@ -195,8 +196,10 @@ class Unrolled(Forward):
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _lets(place: Unrolled) -> bool:
+def _lets(token: str) -> bool:
     """Run while Dynamo captures, and not by what it has captured."""
+    place = called(token)
+    assert isinstance(place, Unrolled)
     return place.lets()
 
 
