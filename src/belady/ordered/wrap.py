@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from belady.forwards import Forward, is_patched, plain_forward
+from belady.forwards import Forward, is_patched, run_plain
 from belady.ordered.call import LAYERS, call, fits
 
 
@@ -70,7 +70,7 @@ class _InOrder(Forward):
         """Run the layer."""
         owner = self.alive()
         if len(args) != 1 or kwargs or not fits(owner, args[0]):
-            return plain_forward(owner)(*args, **kwargs)
+            return run_plain(owner, *args, **kwargs)
         return call(owner, *args)
 
 

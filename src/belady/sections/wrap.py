@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from belady.errors import SectionError
-from belady.forwards import Forward, is_patched, plain_forward, run_plain
+from belady.forwards import Forward, is_patched, run_plain
 from belady.ir.plan import Section
 from belady.sections.call import SlicedCall
 from belady.sections.dropout import Drawing
@@ -169,7 +169,7 @@ class _Forward(Forward):
         if found is not self and isinstance(found, Forward):
             return found(*args, **kwargs)
         if not (self._stands and self._when()):
-            return plain_forward(owner)(*args, **kwargs)
+            return run_plain(owner, *args, **kwargs)
         with self._stand_ins.lock:
             whole = self._stretches.get(())
             if whole is not None:

@@ -27,7 +27,7 @@ def run(model: nn.Module, x: Tensor, backward: Callable[[Tensor], Any] | None = 
     model.zero_grad()
     y = model(x)
     # Behind a BatchNorm, the gradients of a sum of squares are rounding alone.
-    weights = torch.arange(y.numel(), dtype=torch.float64).mul_(0.7).sin_().add_(0.1)
+    weights = torch.arange(y.numel(), dtype=torch.float64).mul_(0.7).sin_().add_(0.1).to(y.device)
     loss = (y.double() * weights.view(y.shape)).mean()
     loss.backward() if backward is None else backward(loss)
     gradients = [x.grad, *(parameter.grad for parameter in model.parameters())]

@@ -114,6 +114,14 @@ def test_blocks(
     assert_same(make(), images(needs_gradient), carrier, section)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """By torch's version there, too, whose Dynamo may be another than where all else is tested."""
+    carrier = Carrier("cuda")
+    assert_same(STACKS[0]().cuda(), images(True).cuda(), carrier, CUTS[0])
+    carrier.close()
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_norms(settings: dict[str, Any], carrier: Carrier) -> None:
     x = small().requires_grad_()
