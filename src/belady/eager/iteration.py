@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter
 from typing import Any
@@ -63,7 +64,9 @@ class Iteration:
         self._pair: HookPair | None = None
         self._calls = _calls_of(engine, observation)
         self._workspace = workspace
-        self._algorithms, self._collector = ExitStack(), ExitStack()
+        # Of the process, until the iteration is over, or lost with all that is managed.
+        self._settings = ExitStack()
+        weakref.finalize(self, self._settings.close).atexit = False
         self._monitor: Monitor | None = None
         self._sample: Sample | None = None
         self._entered = 0.0
@@ -83,7 +86,10 @@ class Iteration:
         self._sample = monitor.begin(level)
         if self._workspace is Workspace.MEMORY:
             # The trials made cuDNN's lean choices; PERFORMANCE is what it chooses by itself.
-            self._algorithms.enter_context(beside())
+            self._settings.enter_context(beside())
+        # What is held for each save until backward is no garbage in the making. Were it found alive
+        # in between, it would count as old, though it is gone by the end.
+        self._settings.enter_context(seldom_collected())
         return self._sample
 
     def enter(self, key: Key, module: torch.nn.Module, call: tuple[Any, Any]) -> None:
@@ -103,8 +109,6 @@ class Iteration:
         if self._calls is not None:
             self._calls.enter_pass(index)
         self._pair = pair
-        # What is held for each save, from here to backward, is no garbage in the making.
-        self._collector.enter_context(seldom_collected())
         self._engine_seconds -= self._engine.host_seconds if self._engine is not None else 0.0
         self._entered = perf_counter()
 
@@ -150,7 +154,7 @@ class Iteration:
 
     def finish(self) -> tuple[Sample, Trace | None]:
         """The iteration is over; gives its measurement and, if it was watched, its Trace."""
-        self._algorithms.close()
+        self._settings.close()
         if self._engine is not None:
             self._engine.finish_iteration()
         if self._monitor is None or self._sample is None:
@@ -168,7 +172,7 @@ class Iteration:
         """The iteration came to nothing (an exception of the user's): leave no hook behind."""
         with ExitStack() as stack:
             # Each of these happens, whatever the others raise.
-            stack.callback(self._algorithms.close)
+            stack.callback(self._settings.close)
             if self.observation is not None:
                 stack.callback(self.observation.stop)
             if self._monitor is not None:
@@ -184,13 +188,12 @@ class Iteration:
     def _take_off(self) -> None:
         """Take hooks and modes of the pass off this thread. Idempotent."""
         pair, self._pair = self._pair, None
-        with self._collector:
-            try:
-                if self._calls is not None:
-                    self._calls.leave_pass()
-            finally:
-                if pair is not None:
-                    pair.pop()
+        try:
+            if self._calls is not None:
+                self._calls.leave_pass()
+        finally:
+            if pair is not None:
+                pair.pop()
 
     def _hooks(self, index: int, covered: bool) -> HookPair | None:
         pack: Pack

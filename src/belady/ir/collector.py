@@ -38,7 +38,8 @@ class Seldom:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # The collector itself may end a block of a thread that begins or ends one.
+        self._lock = threading.RLock()
         self._inside = 0
         self._before = gc.get_threshold()
 
