@@ -13,7 +13,7 @@ import belady
 from belady.errors import InfeasibleBudgetError
 from tests.support.collector import thresholds
 from tests.support.models import CNN
-from tests.support.training import Training, plain
+from tests.support.training import Training, footprint, plain
 
 BEFORE = (700, 10, 10)
 SELDOM = 100_000
@@ -78,15 +78,21 @@ def test_it_never_finds_alive_what_waits_for_backward() -> None:
     assert came == []
 
 
-def test_it_comes_as_before_once_all_is_lost() -> None:
-    """Nobody has to end the last iteration, nor close what manages it."""
+@pytest.mark.parametrize("iterations", [0, 8])
+def test_it_comes_as_before_once_all_is_lost(iterations: int) -> None:
+    """Nobody has to end the last iteration, observed or planned, nor close what manages it."""
     model = Looking()
     vm = belady.virtualize(model, "1GiB")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(iterations):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
     model(torch.ones(2, 4)).sum().backward()
     assert gc.get_threshold()[0] == SELDOM
     del vm, model
     gc.collect()
     assert gc.get_threshold() == BEFORE
+    assert footprint([])["dispatch modes"] == footprint([])["function modes"] == 0
 
 
 def test_also_where_a_block_is_an_iteration() -> None:

@@ -64,9 +64,11 @@ class Iteration:
         self._pair: HookPair | None = None
         self._calls = _calls_of(engine, observation)
         self._workspace = workspace
-        # Of the process, until the iteration is over, or lost with all that is managed.
+        # Of the process, until the iteration is over. It can be lost with all that is managed.
         self._settings = ExitStack()
         weakref.finalize(self, self._settings.close).atexit = False
+        if observation is not None:
+            weakref.finalize(self, observation.stop).atexit = False
         self._monitor: Monitor | None = None
         self._sample: Sample | None = None
         self._entered = 0.0
