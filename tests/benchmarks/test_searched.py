@@ -50,7 +50,7 @@ def test_in_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert begun == [[case], [case]]
     assert (search["outcome"], found["outcome"]) == (FOUND, "ok")
     assert "seconds" not in search
-    assert len(found["seconds"]) == 2
+    assert len(found["seconds"]) == 2 * len(found["rows"]) > 2
     assert found["trials"] == search["trials"]
     assert found["budget_bytes"] == search["budget_bytes"]
     assert found["wall_seconds"] > search["wall_seconds"]

@@ -1,0 +1,55 @@
+"""How often iterations are timed, and what of them is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import measure
+
+
+class Played:
+    """A session whose iterations take as long as told; the clock stands still otherwise."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.now, self.counts = 0.0, list[int]()
+        self._seconds = seconds
+        self.work = SimpleNamespace(setting=SimpleNamespace(device="cpu"))
+
+    def iterate(self, count: int) -> list[float]:
+        done = sum(self.counts)
+        took = [self._seconds[min(done + i, len(self._seconds) - 1)] for i in range(count)]
+        self.counts.append(count)
+        self.now += sum(took)
+        return took
+
+    def own_peak(self) -> int:
+        return 7
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, repeats: int, *seconds: float) -> tuple[Played, Any]:
+    session = Played(*seconds)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: session.now))
+    return session, measure.timed(session, repeats)  # type: ignore[arg-type]
+
+
+def test_a_slow_phase_of_the_host_is_not_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, record = timed(monkeypatch, 2, 2.5, 2.5, 2.5, 1.0)
+    assert session.counts == [1, 1, 2] * 2
+    assert record["seconds"] == [2.5, 2.5, 1.0, 1.0]
+    assert record["rows"] == [1.75, 1.0]
+    session, record = timed(monkeypatch, 2, 0.3, 0.3, 0.3, 0.3, 0.1)
+    assert session.counts == [1, 1, 2] * 3
+    assert record["median_seconds"] == pytest.approx(0.1)
+    assert record["pipelined_seconds"] == pytest.approx(0.1)
+    assert record["rows"] == pytest.approx([0.3, 0.1, 0.1])
+    assert len(record["losses"]) == 12
+    assert record["peak_allocated_bytes"] == 7
+
+
+def test_long_iterations_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, record = timed(monkeypatch, 2, 5.0)
+    assert session.counts == [1, 1, 2]
+    assert (record["median_seconds"], record["rows"]) == (5.0, [5.0])
