@@ -21,6 +21,8 @@ DIGEST_OF = "sha256 of each tensor's sha256"
 # Hosts issue ops at half their speed for seconds at a time: so often both kinds of times are taken
 # in turn, unless that many seconds have gone by.
 _TURNS, _LONG = 3, 10.0
+# Loops that tell at which speed the host is.
+_LOOPS = 50_000
 
 
 def timed(session: Session, repeats: int) -> Record:
@@ -28,7 +30,7 @@ def timed(session: Session, repeats: int) -> Record:
     cuda = session.work.setting.device == "cuda"
     before = _reset() if cuda else 0
     losses, seconds, rows = list[float](), list[float](), list[float]()
-    first = time.perf_counter()
+    first, paces = time.perf_counter(), [_pace()]
     while len(rows) < _TURNS and (not rows or time.perf_counter() - first < _LONG):
         for _ in range(repeats):
             begun = time.perf_counter()
@@ -37,14 +39,24 @@ def timed(session: Session, repeats: int) -> Record:
         begun = time.perf_counter()
         losses += session.iterate(repeats)
         rows.append((time.perf_counter() - begun) / repeats)
+        paces.append(_pace())
     record: Record = {
         "seconds": seconds,
         "median_seconds": statistics.median(seconds),
         "rows": rows,
         "pipelined_seconds": statistics.median(rows),
+        "host_loop_seconds": paces,
         "losses": losses,
     }
     return record | (_of_allocator(before) if cuda else _counted(session))
+
+
+def _pace() -> float:
+    """Seconds that the host takes for the same work each time."""
+    begun = time.perf_counter()
+    for _ in range(_LOOPS):
+        pass
+    return time.perf_counter() - begun
 
 
 def settled_peak(session: Session, iterations: int) -> Record:

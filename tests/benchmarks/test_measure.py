@@ -40,6 +40,7 @@ def test_a_slow_phase_of_the_host_is_not_the_median(monkeypatch: pytest.MonkeyPa
     assert session.counts == [1, 1, 2] * 2
     assert record["seconds"] == [2.5, 2.5, 1.0, 1.0]
     assert record["rows"] == [1.75, 1.0]
+    assert len(record["host_loop_seconds"]) == 3
     session, record = timed(monkeypatch, 2, 0.3, 0.3, 0.3, 0.3, 0.1)
     assert session.counts == [1, 1, 2] * 3
     assert record["median_seconds"] == pytest.approx(0.1)
@@ -53,3 +54,10 @@ def test_long_iterations_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None
     session, record = timed(monkeypatch, 2, 5.0)
     assert session.counts == [1, 1, 2]
     assert (record["median_seconds"], record["rows"]) == (5.0, [5.0])
+
+
+def test_the_pace_is_that_of_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_LOOPS", 1000)
+    few = min(measure._pace() for _ in range(20))
+    monkeypatch.setattr(measure, "_LOOPS", 100_000)
+    assert min(measure._pace() for _ in range(5)) > 10 * few > 0
