@@ -28,6 +28,7 @@ PEER_NAMES = (
     "inductor-0.5",
     "inductor-0.25",
     "inductor-0",
+    "inductor+checkpoint",
 )
 FRONTIER = "frontier"
 # Steps of ours before results are compared with plain's: observed, verified, and by the plan.
@@ -35,7 +36,8 @@ _EQUAL_STEPS = 4
 # What a user without a library would pick. Of transformers trainers offer TRL's offloading too.
 _ANYWHERE = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
 _COMPILED = ("inductor-0.7", "inductor-0.5", "inductor-0.25")
-_FIVE = ("inductor", *_COMPILED, "inductor-0")
+_CHECKPOINTED = "inductor+checkpoint"
+_FUSED = ("inductor", *_COMPILED, "inductor-0", _CHECKPOINTED)
 # Workload, precision, and the batch where it is not the workload's own.
 _FRONTIERS = (
     ("alexnet", "tf32", None),
@@ -88,7 +90,8 @@ def _targets() -> Iterable[Case]:
     for layout in (True, False):
         yield from _against_peers("resnet50", ("checkpoint",), channels_last=layout)
         yield Case("resnet50", OURS + "auto", "50%:checkpoint", "bf16", layout)
-    for budget in (*(f"100%:{peer}" for peer in _COMPILED), "6.45GiB", "5.9GiB", "4.5GiB", "3GiB"):
+    peers = (*_COMPILED, _CHECKPOINTED)
+    for budget in (*(f"100%:{peer}" for peer in peers), "6.45GiB", "5.9GiB", "4.5GiB", "3GiB"):
         yield Case("resnet50", "belady-inductor:auto", budget, "bf16", channels_last=True)
     for precision, budget in (("tf32", "12GiB"), ("fp32", "12GiB"), ("bf16", "6GiB")):
         yield from _within("vgg19", budget, (), precision)
@@ -122,14 +125,16 @@ def _against_peers(net: str, peers: Iterable[str], **setting: Any) -> Iterable[C
 
 
 def _against_compiled(net: str, **setting: Any) -> Iterable[Case]:
-    """Inductor by five budgets of its own, each at its smallest cap, and ours with its kernels.
+    """Inductor by five budgets of its own and with checkpoints, and ours with its kernels.
 
-    Results are not compared with plain's, which has other kernels.
+    Each at its smallest cap; ours also at that of checkpoints without it, where nothing else that
+    compiles may run. Results are not compared with plain's, which has other kernels.
     """
     yield Case(net, "inductor", "none", "bf16", **setting)
-    for method, budget in (("{}", "smallest"), ("belady-inductor:auto", "100%:{}")):
-        for peer in _FIVE:
-            yield Case(net, method.format(peer), budget.format(peer), "bf16", **setting)
+    for peer in _FUSED:
+        yield Case(net, peer, "smallest", "bf16", **setting)
+    for peer in ("checkpoint", *_FUSED):
+        yield Case(net, "belady-inductor:auto", f"100%:{peer}", "bf16", **setting)
 
 
 def _within(

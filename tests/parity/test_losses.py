@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import belady
+from belady.ir.run import Run
 from belady.ir.trace import Phase, Tier
 from belady.sections import losses
 
@@ -104,3 +105,48 @@ def test_the_founders_policies_have_losses_as_they_are() -> None:
     assert vm is not None
     with vm:
         assert PLAIN is F.cross_entropy
+
+
+@pytest.mark.parametrize("engine", ["graph", "inductor"])
+def test_captured_graphs_have_their_losses_in_slices(engine: str) -> None:
+    def losses(budget: int | None) -> tuple[list[Tensor], list[Tensor], Run | None]:
+        torch.manual_seed(0)
+        model = Language()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        vm = None
+        if budget is not None:
+            vm = belady.virtualize(model, budget, engine=engine)
+        found = []
+        for _ in range(7):
+            tokens = torch.randint(CLASSES, (TOKENS,))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(tokens), tokens)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        if vm is None:
+            return found, [p.detach() for p in model.parameters()], None
+        with vm:
+            assert F.cross_entropy is not PLAIN
+            return found, [p.detach() for p in model.parameters()], vm.run()
+
+    plain, weights, _ = losses(None)
+    found, trained, run = losses(3 * LOGITS)
+    assert run is not None
+    assert any("cross_entropy runs in slices of rows" in note for note in run.notes)
+    assert found[0] == plain[0]
+    if engine == "graph":
+        assert all(map(torch.equal, [*plain, *weights], [*found, *trained]))
+
+
+def test_a_loss_that_is_captured_is_captured_once_and_left_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = Language()
+    captured = torch._dynamo.utils.counters["stats"]
+    before = captured["unique_graphs"]
+    with belady.virtualize(model, 4 * LOGITS, engine="graph"):
+        for _ in range(4):
+            tokens = torch.randint(CLASSES, (TOKENS,))
+            model(tokens, tokens).backward()
+        assert F.cross_entropy is PLAIN
+    assert captured["unique_graphs"] == before + 1

@@ -12,31 +12,19 @@ from belady.eager.ordering import Ordering
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Phase, Trace
-from belady.measure.held import missing_state, state_bytes, taken_bytes
+from belady.measure.held import state_bytes, taken_bytes
 from belady.measure.key import Key
 from belady.measure.stages import Policy
-from belady.planners import smallest_budget
 from belady.sections.cutting import Cutting
 from belady.sections.gate import Gate
 from belady.sections.heads import Heads
-from belady.sections.losses import Losses
+from belady.sections.losses import MATTERS, POLICIES, Losses, all_fits
 from belady.units import format_bytes
 
 # What every loss of classes begins with, and what attention has where no fused kernel takes it.
 _LOSS, _MATRIX = "_log_softmax", "_safe_softmax"
-# What has losses and heads in slices: the others do as their papers say.
-_POLICIES = frozenset({"auto", "hybrid", "hybrid_cheap"})
 # Why modules are not in slices: of so many it is said.
 _REASONS = 3
-# The part of the budget from which on the logarithms of a loss matter, or a matrix of attention.
-_MATTERS = 64
-# What a loss holds at its peak, in bytes of half-precision outputs: the logarithms, their gradient
-# and that of the outputs, each in float32.
-_OF_OUTPUTS = 6
-_LOSSES = (
-    "cross_entropy runs in slices of rows, since all of its logarithms ({}) would be held from "
-    "forward on, and twice in backward: results are the same"
-)
 _HEADS = (
     "scaled_dot_product_attention runs in slices of heads where no fused kernel takes it, since "
     "the matrix of all queries and keys of all heads ({}) would be held from forward on, and more "
@@ -68,10 +56,10 @@ class Admission:
         self._modules = modules
         self._cutting = Cutting(policy, hardware, device)
         self._ordering = Ordering(policy, hardware)
-        matters = policy.budget.device_bytes // _MATTERS
+        matters = policy.budget.device_bytes // MATTERS
         self._losses = Losses(device, matters)
         self._heads = Heads(device, matters, self._cutting.gate, modules)
-        self._heads_may = policy.name in _POLICIES and not policy.exact
+        self._heads_may = policy.name in POLICIES and not policy.exact
         self._calls = 0
         self._device = device
         self._taken = 0
@@ -86,9 +74,9 @@ class Admission:
     @property
     def said(self) -> tuple[str, ...]:
         """What a user should know of what was changed, one sentence each."""
-        both = (_LOSSES, self._losses.largest_bytes), (_HEADS, self._heads.largest_bytes)
-        slices = [sentence.format(format_bytes(largest)) for sentence, largest in both if largest]
-        return (*slices, *self._ordering.said, *self._cutting.said)
+        largest = self._heads.largest_bytes
+        heads = [_HEADS.format(format_bytes(largest))] if largest else []
+        return (*self._losses.said, *heads, *self._ordering.said, *self._cutting.said)
 
     @property
     def least_bytes(self) -> int:
@@ -227,7 +215,7 @@ class Admission:
         """
         trace = foreseen(module, call, self._taken)
         self._cutting.held_bytes = 0 if trace is None else state_bytes(trace)
-        if self._policy.name in _POLICIES and (trace is None or not self._can_keep_all(trace)):
+        if self._policy.name in POLICIES and (trace is None or not self._can_keep_all(trace)):
             self._losses.attach()
             if self._heads_may and (trace is None or _has(trace, _MATRIX)):
                 self._attach_heads([key])
@@ -245,13 +233,10 @@ class Admission:
                 self._cutting.forget_whole(key, self._modules[key[0]])
 
     def _can_keep_all(self, trace: Trace) -> bool:
-        """Whether nothing need be done, with Adam's state and a loss in float32 of the outputs."""
-        budget = self._policy.budget
-        needed = smallest_budget("baseline", trace, self._hardware, budget)
         read = {v for op in trace.ops if op.phase is Phase.LOSS for v in op.reads}
         outputs = {trace.values[value].storage for value in read}
         given = sum(trace.storages[it].nbytes for it in outputs)
-        return needed + missing_state(trace, 2) + _OF_OUTPUTS * given <= budget.device_bytes
+        return all_fits(trace, self._hardware, self._policy, given)
 
 
 def _has(trace: Trace, *names: str) -> bool:

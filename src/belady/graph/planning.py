@@ -12,6 +12,7 @@ from belady.errors import InfeasibleBudgetError
 from belady.graph import convolutions
 from belady.graph.bits import Bits
 from belady.graph.capture import Captured
+from belady.graph.doors import fake_value
 from belady.graph.kinds import Force, Kind, all_go_back
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
@@ -30,6 +31,7 @@ from belady.measure.verification import Kernels, Verification
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
 from belady.planners import plan as make_plan
+from belady.sections.losses import MATTERS, Losses
 
 # What an op takes in a fused kernel, of its seconds alone. ResNet-50 in bf16 on an H200 takes 54 ms
 # with eager kernels and 37 with Inductor's, of which convolutions are the same.
@@ -78,6 +80,7 @@ class Planning:
             else Verification(policy, hardware, Kernels(at_seams, _SLOWER))
         )
         self._places = Places(carrier.device, modules)
+        self._losses = Losses(carrier.device, policy.budget.device_bytes // MATTERS)
         self._floors: dict[tuple[Captured, bool], Force] = {}
         self._told: list[str] = []
 
@@ -86,6 +89,7 @@ class Planning:
         """What a user should know of plans and kernels, one sentence each."""
         compiling = [] if self._inductor is None else self._inductor.notes
         return [
+            *self._losses.said,
             *self._ordering.said,
             *self.bits.notes,
             *self._told,
@@ -107,6 +111,8 @@ class Planning:
     def floor(self, graph: Captured, args: Sequence[Any], *, watched: bool) -> Force:
         """How a graph runs that no plan covers: what may move moves.
 
+        Losses are in slices from now on where one of what the graph gives may lack room.
+
         Raises
         ------
         InfeasibleBudgetError
@@ -122,6 +128,8 @@ class Planning:
                     raise
                 known = self._in_order(graph, args, watched, refusal)
             self._floors[graph, watched] = known
+            trace, given = known.drawn.trace, _given_bytes(graph)
+            self._losses.attach_for(trace, self._hardware, self._policy, given)
         return known
 
     def _in_order(
@@ -198,7 +206,8 @@ class Planning:
             self._put_in_force(kind, force.drawn, chosen)
 
     def close(self) -> None:
-        """Leave gradients and optimizer state where they are from now on."""
+        """Leave losses as they are from now on, gradients and optimizer state where they are."""
+        self._losses.detach()
         self._places.close()
 
     def _may_run_again(self, drawn: Drawn) -> Drawn:
@@ -220,6 +229,12 @@ class Planning:
         kind.begin(trial, drawn.trace, self._carrier)
         if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)
+
+
+def _given_bytes(graph: Captured) -> int:
+    """Of what the graph gives that has a gradient."""
+    tangents = () if graph.joint is None else graph.joint.tangents
+    return sum(fake_value(node).nbytes for node in tangents)
 
 
 def _fused(trace: Trace) -> Trace:

@@ -15,7 +15,25 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from belady.ir.hardware import HardwareProfile
+from belady.ir.trace import Trace
+from belady.measure.held import missing_state
+from belady.measure.stages import Policy
+from belady.planners import smallest_budget
 from belady.sections.standing import Function, Standing, is_ordinary, saved
+from belady.units import format_bytes
+
+# What has losses and heads in slices: the others do as their papers say.
+POLICIES = frozenset({"auto", "hybrid", "hybrid_cheap"})
+# The part of the budget from which on the logarithms of a loss matter, or a matrix of attention.
+MATTERS = 64
+# What a loss holds at its peak, in bytes of half-precision outputs: the logarithms, their gradient
+# and that of the outputs, each in float32; and the logarithms of that.
+_OF_OUTPUTS, _LOGARITHMS = 6, 2
+_SAID = (
+    "cross_entropy runs in slices of rows, since all of its logarithms ({}) would be held from "
+    "forward on, and twice in backward: results are the same"
+)
 
 # Numbers of `at::Reduction`.
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -28,6 +46,16 @@ _ROWS = 16
 _PARTS, _LEAST_SLICE = 32, 16 << 20
 _IGNORED = -100
 _CHANGED = "logits or targets were changed in place after cross_entropy"
+
+
+def all_fits(trace: Trace, hardware: HardwareProfile, policy: Policy, output_bytes: int) -> bool:
+    """Whether nothing need be done: all can be kept, beside what is still to come.
+
+    That is Adam's state, and a loss in float32 of ``output_bytes`` that the model gives.
+    """
+    needed = smallest_budget("baseline", trace, hardware, policy.budget)
+    beside = missing_state(trace, 2) + _OF_OUTPUTS * output_bytes
+    return needed + beside <= policy.budget.device_bytes
 
 
 class Losses(Standing):
@@ -51,6 +79,21 @@ class Losses(Standing):
         self.largest_bytes = 0
         self._device = device
         self._least_bytes = least_bytes
+
+    def attach_for(
+        self, trace: Trace, hardware: HardwareProfile, policy: Policy, output_bytes: int
+    ) -> None:
+        """Take the place if a loss of what a model gives may lack room beside ``trace``."""
+        if self.is_attached or policy.name not in POLICIES:
+            return
+        matters = _LOGARITHMS * output_bytes >= self._least_bytes
+        if matters and not all_fits(trace, hardware, policy, output_bytes):
+            self.attach()
+
+    @property
+    def said(self) -> list[str]:
+        """What a user should know of it, one sentence each."""
+        return [_SAID.format(format_bytes(self.largest_bytes))] if self.largest_bytes else []
 
     def call(self, plain: Function, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, in slices where that is worth it."""
