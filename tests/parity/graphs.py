@@ -56,7 +56,7 @@ class PlannedHost:
         place: Place | None = None,
     ) -> None:
         self._place = place
-        self.device = carrier.device
+        self.device, self.plain_bits = carrier.device, True
         self.drawn: list[Drawn] = []
         self.plans: list[Plan] = []
         self.reasons: list[str] = []

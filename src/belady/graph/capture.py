@@ -20,6 +20,7 @@ from belady.graph.host import Host, Watch
 from belady.graph.joins import join_as_they_come
 from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
+from belady.graph.masks import drop_known
 from belady.graph.naming import Named
 from belady.graph.program import Program, program_of
 from belady.ir.collector import seldom_collected
@@ -254,6 +255,8 @@ def backend_of(
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         alive = known()
         assert alive is not None
+        if not alive.plain_bits:
+            drop_known(module)
         counters = Counters(module, inputs)
         try:
             opaque = doors.calls_own_functions(module)

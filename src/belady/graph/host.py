@@ -32,9 +32,16 @@ class Watch(Protocol):
 
 
 class Host(Protocol):
-    """Decides how graphs run."""
+    """Decides how graphs run.
+
+    Attributes
+    ----------
+    plain_bits
+        Whether they are to have the bits of plain PyTorch.
+    """
 
     device: torch.device
+    plain_bits: bool
 
     def captured(self, graph: Captured) -> None:
         """A new graph was captured."""

@@ -67,7 +67,7 @@ class Session:
         ended: Callable[[Stage, Sample], None],
         inductor: Inductor | None = None,
     ) -> None:
-        self.device = carrier.device
+        self.device, self.plain_bits = carrier.device, inductor is None
         self.reasons: Counter[str] = Counter()
         self.notes: list[str] = []
         self.calling = ""

@@ -1,0 +1,183 @@
+"""Attention masks that are known when a graph is captured: left to the kernels that need none.
+
+A program that finds itself compiled can make a mask where it asks for ``is_causal`` otherwise
+(Hugging Face's models do, since they cannot look whether a mask of the user's masks anything while
+they are traced), and no kernel of attention that takes a mask is as fast as the one that needs
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+# Larger ones are not looked at.
+_MOST_ELEMENTS = 1 << 28
+# Not that of `torch.nn.functional`, which something may stand in the place of.
+_ATTENTION = torch._C._nn.scaled_dot_product_attention
+# Positions of its arguments.
+_MASK, _CAUSAL = 3, 5
+# Functions and methods that give the same each time, and write to nothing that there was before.
+_PURE = frozenset(
+    [
+        "arange",
+        "ones",
+        "zeros",
+        "full",
+        "tril",
+        "triu",
+        "le",
+        "lt",
+        "ge",
+        "gt",
+        "eq",
+        "ne",
+        "and_",
+        "or_",
+        "xor",
+        "invert",
+        "__and__",
+        "__or__",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "add",
+        "sub",
+        "mul",
+        "neg",
+        "abs",
+        "getitem",
+        "unsqueeze",
+        "squeeze",
+        "view",
+        "reshape",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "transpose",
+        "permute",
+        "contiguous",
+        "bool",
+        "long",
+        "int",
+        "to",
+    ]
+)
+
+
+def drop_known(module: fx.GraphModule) -> int:
+    """Take masks that mask nothing, or the future, off attention; gives how many there were.
+
+    Results can differ by rounding, since other kernels run.
+
+    Parameters
+    ----------
+    module
+        What Dynamo captured. It is changed.
+    """
+    masks: dict[fx.Node, bool | None] = {}
+    dropped = 0
+    for node in module.graph.nodes:
+        if node.target is not _ATTENTION:
+            continue
+        mask = _mask_of(node)
+        if mask is None:
+            continue
+        if mask not in masks:
+            masks[mask] = _is_causal(mask)
+        if (causal := masks[mask]) is not None:
+            _without_mask(node, causal=causal)
+            dropped += 1
+    if dropped:
+        module.graph.eliminate_dead_code()
+        module.recompile()
+    return dropped
+
+
+def _mask_of(attention: fx.Node) -> fx.Node | None:
+    """The mask, where it is one of truth values, and the only thing that masks."""
+    args, kwargs = attention.args, attention.kwargs
+    mask = args[_MASK] if len(args) > _MASK else kwargs.get("attn_mask")
+    causal = args[_CAUSAL] if len(args) > _CAUSAL else kwargs.get("is_causal", False)
+    if not isinstance(mask, fx.Node) or causal is not False:
+        return None
+    shown = mask.meta.get("example_value")
+    if not isinstance(shown, torch.Tensor) or shown.dtype is not torch.bool or shown.dim() < 2:
+        return None
+    return mask if shown.numel() <= _MOST_ELEMENTS else None
+
+
+def _without_mask(attention: fx.Node, *, causal: bool) -> None:
+    args = list(attention.args)
+    kwargs = dict(attention.kwargs)
+    if len(args) > _MASK:
+        args[_MASK] = None
+    kwargs.pop("attn_mask", None)
+    if len(args) > _CAUSAL:
+        args[_CAUSAL] = causal
+    else:
+        kwargs["is_causal"] = causal
+    attention.args, attention.kwargs = tuple(args), kwargs
+
+
+def _is_causal(mask: fx.Node) -> bool | None:
+    """Whether a mask leaves the past alone; False if it leaves all, None for any other."""
+    steps = _made_by(mask)
+    if steps is None:
+        return None
+    with unset_fake_temporarily(), torch.no_grad():
+        value = _value(steps)
+        queries, keys = value.shape[-2:]
+        if value.all():
+            return False
+        past = torch.ones(queries, keys, dtype=torch.bool, device=value.device).tril()
+        return True if queries == keys and bool((value == past).all()) else None
+
+
+def _made_by(mask: fx.Node) -> list[fx.Node] | None:
+    """All that makes it, in order; None if that is not in the graph, or may come out otherwise."""
+    makers = _closure([mask], lambda node: node.all_input_nodes)
+    # A view of what makes it may be written to by what else uses it.
+    touched = _closure(makers, lambda node: [u for u in node.users if u.target is not _ATTENTION])
+    if not all(map(_is_pure, touched)):
+        return None
+    return [node for node in mask.graph.nodes if node in makers]
+
+
+def _closure(
+    nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    """The nodes and all that follow, up to the first that is not pure on each way."""
+    found, todo = set[fx.Node](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += following(node) if _is_pure(node) else ()
+    return found
+
+
+def _is_pure(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name in _PURE
+
+
+def _value(steps: Sequence[fx.Node]) -> torch.Tensor:
+    """What the last of the steps gives."""
+    known: dict[fx.Node, Any] = {}
+    for node in steps:
+        args = fx.node.map_arg(node.args, known.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
+        if isinstance(node.target, str):
+            known[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        else:
+            known[node] = node.target(*args, **kwargs)
+    value: torch.Tensor = known[steps[-1]]
+    return value
