@@ -22,54 +22,17 @@ _ATTENTION = torch._C._nn.scaled_dot_product_attention
 # Positions of its arguments.
 _MASK, _CAUSAL = 3, 5
 # Functions and methods that give the same each time, and write to nothing that there was before.
-_PURE = frozenset(
-    [
-        "arange",
-        "ones",
-        "zeros",
-        "full",
-        "tril",
-        "triu",
-        "le",
-        "lt",
-        "ge",
-        "gt",
-        "eq",
-        "ne",
-        "and_",
-        "or_",
-        "xor",
-        "invert",
-        "__and__",
-        "__or__",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "add",
-        "sub",
-        "mul",
-        "neg",
-        "abs",
-        "getitem",
-        "unsqueeze",
-        "squeeze",
-        "view",
-        "reshape",
-        "expand",
-        "expand_as",
-        "broadcast_to",
-        "transpose",
-        "permute",
-        "contiguous",
-        "bool",
-        "long",
-        "int",
-        "to",
-    ]
-)
+_MAKE = {"arange", "ones", "zeros", "full", "new_ones", "new_zeros", "new_full"}
+_MAKE |= {"tril", "triu", "bool", "int", "long", "float", "to"}
+_COMPARE = {"le", "lt", "ge", "gt", "eq", "ne"}
+_DECIDE = {"and_", "or_", "xor", "invert", "bitwise_and", "bitwise_or", "bitwise_not"}
+_DECIDE |= {"and", "or", "logical_and", "logical_or", "logical_not"}
+_RECKON = {"add", "sub", "mul", "neg", "abs", "diff", "cumsum", "floordiv", "mod"}
+_SHAPE = {"getitem", "unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as"}
+_SHAPE |= {"broadcast_to", "transpose", "permute", "contiguous"}
+# And what else reads positions of tokens, and gives no view of them.
+_READ = {"embedding", "matmul"}
+_PURE = frozenset(_MAKE | _COMPARE | _DECIDE | _RECKON | _SHAPE)
 
 
 def drop_known(module: fx.GraphModule) -> int:
@@ -145,10 +108,8 @@ def _made_by(mask: fx.Node) -> list[fx.Node] | None:
     """All that makes it, in order; None if that is not in the graph, or may come out otherwise."""
     makers = _closure([mask], lambda node: node.all_input_nodes)
     # A view of what makes it may be written to by what else uses it.
-    touched = _closure(makers, lambda node: [u for u in node.users if u.target is not _ATTENTION])
-    if not all(map(_is_pure, touched)):
-        return None
-    return [node for node in mask.graph.nodes if node in makers]
+    users = _closure(makers, lambda node: [it for it in node.users if not _reads(it)])
+    return [it for it in mask.graph.nodes if it in makers] if all(map(_is_pure, users)) else None
 
 
 def _closure(
@@ -165,8 +126,20 @@ def _closure(
 
 
 def _is_pure(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in _PURE
+    return node.op in ("call_function", "call_method") and _name(node) in _PURE
+
+
+def _reads(node: fx.Node) -> bool:
+    """Whether it does nothing else, and nothing that it gives can be written through."""
+    return node.target is _ATTENTION or (node.op == "call_function" and _name(node) in _READ)
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
+    # Torch 2.11 writes some operators as methods.
+    special = name.startswith("__") and name.endswith("__")
+    return name[2:-2] if special else name
 
 
 def _value(steps: Sequence[fx.Node]) -> torch.Tensor:

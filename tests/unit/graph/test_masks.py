@@ -17,9 +17,14 @@ Mask = Callable[[Tensor, Tensor], Tensor]
 
 
 def broadcast(x: Tensor, _: Tensor) -> Tensor:
-    """As Hugging Face's models make it."""
+    """As Hugging Face's models make it, for positions that may be of several sequences."""
     queries, keys = torch.arange(LENGTH) + 0, torch.arange(LENGTH)
-    mask = keys[None, None, None, :] <= queries[None, None, :, None]
+    batch, positions = torch.arange(x.shape[0]), torch.arange(LENGTH).expand(x.shape[0], -1)
+    packed = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    queries, keys = queries[None, None, :, None], keys[None, None, None, :]
+    batch = batch[:, None, None, None]
+    mask = queries.new_ones((), dtype=torch.bool) & (keys <= queries)
+    mask = mask & (packed[batch, queries] == packed[batch, keys])
     return mask.expand(x.shape[0], -1, LENGTH, LENGTH)
 
 
@@ -63,6 +68,20 @@ def shorter(x: Tensor, _: Tensor) -> Tensor:
     return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1) | torch.eye(LENGTH).bool()
 
 
+def drops(function: Callable[..., Tensor], *args: Tensor) -> tuple[int, Tensor]:
+    """How many masks were taken off, and what the function gives then."""
+    counts = []
+
+    def backend(module: fx.GraphModule, _: object) -> Callable[..., object]:
+        counts.append(drop_known(module))
+        module.graph.lint()
+        return module
+
+    torch._dynamo.reset()
+    found = torch.compile(function, backend=backend, fullgraph=True)(*args)
+    return counts[0], found
+
+
 def dropped(mask: Mask, *, by_position: bool) -> tuple[int, Tensor, Tensor]:
     """How many masks were taken off two attentions; what they give then, and with them."""
 
@@ -74,18 +93,9 @@ def dropped(mask: Mask, *, by_position: bool) -> tuple[int, Tensor, Tensor]:
             first = F.scaled_dot_product_attention(x, x, x, attn_mask=known)
         return F.scaled_dot_product_attention(first, x, x, attn_mask=known, scale=0.3)
 
-    counts = []
-
-    def backend(module: fx.GraphModule, _: object) -> Callable[..., object]:
-        counts.append(drop_known(module))
-        module.graph.lint()
-        return module
-
     torch.manual_seed(0)
     x, padding = torch.randn(2, 3, LENGTH, 8), torch.ones(LENGTH, dtype=torch.bool)
-    torch._dynamo.reset()
-    found = torch.compile(attend, backend=backend, fullgraph=True)(x, padding)
-    return counts[0], found, attend(x, padding)
+    return *drops(attend, x, padding), attend(x, padding)
 
 
 @pytest.mark.parametrize("by_position", [False, True])
@@ -107,6 +117,24 @@ def test_not_known(mask: Mask, by_position: bool) -> None:
     torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_positions_that_others_read(written: bool) -> None:
+    table = torch.randn(LENGTH, 8)
+
+    def attend(x: Tensor) -> Tensor:
+        positions = torch.arange(LENGTH)
+        mask = positions[None, :] <= positions[:, None]
+        x = x + F.embedding(positions, table)
+        if written:
+            positions.unsqueeze(0).add_(1)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    x = torch.randn(2, 3, LENGTH, 8)
+    count, found = drops(attend, x)
+    assert count == (not written)
+    torch.testing.assert_close(found, attend(x))
+
+
 def test_a_cross_attention_keeps_its_mask() -> None:
     """Where there are more keys than queries, torch's ``is_causal`` begins at another end."""
 
@@ -114,16 +142,10 @@ def test_a_cross_attention_keeps_its_mask() -> None:
         mask = torch.ones(LENGTH, LENGTH + 2, dtype=torch.bool).tril()
         return F.scaled_dot_product_attention(x, memory, memory, attn_mask=mask)
 
-    counts = []
-
-    def backend(module: fx.GraphModule, _: object) -> Callable[..., object]:
-        counts.append(drop_known(module))
-        return module
-
     x, memory = torch.randn(2, 3, LENGTH, 8), torch.randn(2, 3, LENGTH + 2, 8)
-    torch._dynamo.reset()
-    torch.compile(attend, backend=backend)(x, memory)
-    assert counts == [0]
+    count, found = drops(attend, x, memory)
+    assert count == 0
+    torch.testing.assert_close(found, attend(x, memory))
 
 
 class Attention(nn.Module):
