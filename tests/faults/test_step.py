@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import belady
 from belady.eager.attempts import RETRIES
-from belady.graph.capture import Captured, Turn
+from belady.graph.capture import Captured
 from belady.graph.session import Session
+from belady.graph.state import Turn
 from belady.ir.plan import Plan
 from tests.support.training import differences, repeatable
 

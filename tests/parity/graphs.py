@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from belady.graph.capture import Captured, State, Turn, backend_of
+from belady.graph.capture import Captured, backend_of
 from belady.graph.contents import Contents, Place
 from belady.graph.orders import orders_of
 from belady.graph.parts import Drawn, Part
 from belady.graph.program import program_of
+from belady.graph.state import State, Turn
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.plan import Plan

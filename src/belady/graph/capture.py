@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,70 +12,20 @@ from torch import fx
 
 from belady.errors import TraceError
 from belady.graph import autograd, casts, doors, refusals
+from belady.graph.alignment import align
 from belady.graph.bits import Incoming, reached, summed
-from belady.graph.contents import Contents
 from belady.graph.counters import Counters
-from belady.graph.host import Host, Watch
+from belady.graph.host import Host
 from belady.graph.joins import join_as_they_come
 from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.masks import drop_known
 from belady.graph.naming import Named
 from belady.graph.program import Program, program_of
+from belady.graph.state import State
 from belady.ir.collector import seldom_collected
 from belady.measure.starving import telling
 from belady.memory.geometry import below_autograd
-from belady.memory.witness import demand_unchanged
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """How one call of a graph runs: with which code, and on whose contents.
-
-    ``tag`` is the host's own.
-    """
-
-    program: Program
-    contents: Contents | None = None
-    watch: Watch | None = None
-    tag: Any = None
-
-
-class State:
-    """What one call of a forward leaves for its backward; lives as long as autograd's graph."""
-
-    def __init__(
-        self, graph: Captured, turn: Turn, saved: list[Any], versions: tuple[int, ...]
-    ) -> None:
-        self.graph = graph
-        self.turn = turn
-        self._saved: list[Any] | None = saved
-        self._versions = versions
-
-    def outside(self) -> list[torch.Tensor]:
-        """What was saved of inputs and results, which others may hold too."""
-        saved = self._saved or []
-        return [saved[place] for place in self.turn.program.checked[: len(saved)]]
-
-    def take(self, *, keep: bool) -> list[Any]:
-        """Give what was saved, in a list of the caller's own; for the last time unless ``keep``.
-
-        Raises
-        ------
-        StaleValueError
-            If a saved input or result was changed in place since.
-        """
-        saved = self._saved
-        if saved is None:
-            raise RuntimeError("what forward saved was taken before")
-        checked = [saved[place] for place in self.turn.program.checked]
-        if tuple([it._version for it in checked]) != self._versions:
-            for tensor, version in zip(checked, self._versions, strict=True):
-                demand_unchanged(tensor, version)
-        if keep:
-            return list(saved)
-        self._saved = None
-        return saved
 
 
 class Captured:
@@ -157,6 +106,8 @@ class Captured:
             join_as_they_come(joint)
         else:
             self.cast = self._remembered.share(joint, num_fwd_outputs)
+        if not self._host.plain_bits:
+            align(joint)
         parts = Joint.of(joint, num_fwd_outputs)
         refusals.refuse_other_bits(parts, self._host.device)
         refusals.refuse_other_draws(parts)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from belady.graph.capture import Captured, State, Turn
+    from belady.graph.capture import Captured
+    from belady.graph.state import State, Turn
 
 
 class Watch(Protocol):

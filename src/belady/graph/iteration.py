@@ -6,10 +6,11 @@ import weakref
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from belady.graph.capture import Captured, State
+from belady.graph.capture import Captured
 from belady.graph.contents import Contents, CountedContents
 from belady.graph.counting import Counted
 from belady.graph.kinds import Kind
+from belady.graph.state import State
 from belady.graph.watching import Watched
 from belady.ir.ops import Phase
 from belady.measure.monitor import Sample

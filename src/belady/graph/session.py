@@ -10,13 +10,14 @@ import torch
 
 from belady.graph import autograd
 from belady.graph.admission import Admission
-from belady.graph.capture import Captured, State, Turn
+from belady.graph.capture import Captured
 from belady.graph.contents import Contents
 from belady.graph.counting import Counted
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import MAY_BE_OFF, TWICE, Kind, Order, goes_back_once, settled
 from belady.graph.planning import Planning, backward_of, part_of
 from belady.graph.refusals import unmanaged
+from belady.graph.state import State, Turn
 from belady.graph.trace import draw
 from belady.graph.watching import Watched
 from belady.ir.hardware import HardwareProfile

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from belady.errors import SpillError
-from belady.graph.capture import State, backend_of
+from belady.graph.capture import backend_of
+from belady.graph.state import State
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.trace import Tier, Trace
 from tests.parity.graphs import PlannedHost
