@@ -45,7 +45,6 @@ def align(joint: fx.GraphModule) -> int:
                 writing.replace(product, *pads)
             padded += 1
     if padded:
-        joint.graph.eliminate_dead_code()
         joint.recompile()
     return padded
 
@@ -67,7 +66,7 @@ def _pads(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int, int] | Non
     if not (more or deeper or wider):
         return None
     elements = rows * inner + inner * columns + rows * columns
-    worth = 2 * rows * inner * columns >= _WORTH * elements
+    worth = 2 * rows * inner * columns > _WORTH * elements
     return (more, deeper, wider) if worth else None
 
 
@@ -92,8 +91,11 @@ class _Writing:
             if more or wider:
                 options = {"memory_format": torch.contiguous_format}
                 made = self._call(product, _aten.clone.default, made, **options)
+        turned = [node for node in product.all_input_nodes if node.target in _SWAPS]
         product.replace_all_uses_with(made)
-        self._graph.erase_node(product)
+        for node in (product, *turned):
+            if not node.users:
+                self._graph.erase_node(node)
 
     def _pad(self, product: fx.Node, operand: Any, rows: int, columns: int) -> fx.Node:
         if not (rows or columns):

@@ -8,7 +8,7 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,23 +45,28 @@ def drop_known(module: fx.GraphModule) -> int:
     module
         What Dynamo captured. It is changed.
     """
-    masks: dict[fx.Node, bool | None] = {}
-    dropped = 0
+    causal: dict[fx.Node, bool | None] = {}
+    dropped = list[fx.Node]()
     for node in module.graph.nodes:
-        if node.target is not _ATTENTION:
-            continue
-        mask = _mask_of(node)
+        mask = _mask_of(node) if node.target is _ATTENTION else None
         if mask is None:
             continue
-        if mask not in masks:
-            masks[mask] = _is_causal(mask)
-        if (causal := masks[mask]) is not None:
-            _without_mask(node, causal=causal)
-            dropped += 1
+        if mask not in causal:
+            causal[mask] = _is_causal(mask)
+        if (known := causal[mask]) is not None:
+            _without_mask(node, causal=known)
+            dropped.append(mask)
     if dropped:
-        module.graph.eliminate_dead_code()
+        _erase(_closure(dropped, lambda node: node.all_input_nodes), module.graph)
         module.recompile()
-    return dropped
+    return len(dropped)
+
+
+def _erase(nodes: Container[fx.Node], graph: fx.Graph) -> None:
+    """Take those out that nobody uses: others of no use may write to what is there."""
+    for node in reversed(graph.nodes):
+        if node in nodes and _is_pure(node) and not node.users:
+            graph.erase_node(node)
 
 
 def _mask_of(attention: fx.Node) -> fx.Node | None:
