@@ -57,7 +57,7 @@ class PlannedHost:
         place: Place | None = None,
     ) -> None:
         self._place = place
-        self.device, self.plain_bits = carrier.device, True
+        self.device, self.budget_bytes, self.plain_bits = carrier.device, 0, True
         self.drawn: list[Drawn] = []
         self.plans: list[Plan] = []
         self.reasons: list[str] = []

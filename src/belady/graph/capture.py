@@ -107,7 +107,7 @@ class Captured:
         else:
             self.cast = self._remembered.share(joint, num_fwd_outputs)
         if not self._host.plain_bits:
-            align(joint)
+            align(joint, self._host.budget_bytes)
         parts = Joint.of(joint, num_fwd_outputs)
         refusals.refuse_other_bits(parts, self._host.device)
         refusals.refuse_other_draws(parts)

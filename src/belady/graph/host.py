@@ -37,11 +37,14 @@ class Host(Protocol):
 
     Attributes
     ----------
+    budget_bytes
+        What they may hold on the device.
     plain_bits
         Whether they are to have the bits of plain PyTorch.
     """
 
     device: torch.device
+    budget_bytes: int
     plain_bits: bool
 
     def captured(self, graph: Captured) -> None:

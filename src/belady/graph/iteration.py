@@ -86,12 +86,13 @@ class Iteration:
         """Whether a backward has begun."""
         return not all(forward for _, forward in self.order)
 
-    def anchor(self) -> None:
+    def begins(self, call: int, *, forward: bool) -> None:
         """A part begins: take it down, where the iteration is measured and goes as planned.
 
         What is done between forward and backward, such as a loss, counts to forward.
         """
-        self.sample.mark(Phase.FORWARD if self.order[-1][1] else Phase.BACKWARD)
+        self.order.append((call, forward))
+        self.sample.mark(Phase.FORWARD if forward else Phase.BACKWARD)
         force = self.kind.force
         if force is not None and len(self.order) <= len(force.drawn.starts):
             self.sample.passed(force.drawn.starts[len(self.order) - 1])

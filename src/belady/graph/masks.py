@@ -131,7 +131,8 @@ def _closure(
 
 
 def _is_pure(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and _name(node) in _PURE
+    called = node.op in ("call_function", "call_method")
+    return called and _name(node) in _PURE and "out" not in node.kwargs
 
 
 def _reads(node: fx.Node) -> bool:

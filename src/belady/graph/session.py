@@ -68,7 +68,8 @@ class Session:
         ended: Callable[[Stage, Sample], None],
         inductor: Inductor | None = None,
     ) -> None:
-        self.device, self.plain_bits = carrier.device, inductor is None
+        self.device, self.budget_bytes = carrier.device, policy.budget.device_bytes
+        self.plain_bits = inductor is None
         self.reasons: Counter[str] = Counter()
         self.notes: list[str] = []
         self.calling = ""
@@ -123,8 +124,7 @@ class Session:
             # Before anything is noted: it may be refused, and then called again in another way.
             floor = self._planning.floor(graph, args, watched=watched is not None)
         iteration.graphs.append(graph)
-        iteration.order.append((call, True))
-        iteration.anchor()
+        iteration.begins(call, forward=True)
         if floor is not None:
             iteration.strayed = iteration.strayed or force is not None
             if watched is not None:
@@ -156,8 +156,7 @@ class Session:
         if state.turn.tag is None:
             return
         iteration, call = state.turn.tag
-        iteration.order.append((call, False))
-        iteration.anchor()
+        iteration.begins(call, forward=False)
         watched = iteration.watched
         if iteration.counted is not None:
             iteration.counted.seen(args)
