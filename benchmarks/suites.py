@@ -127,8 +127,8 @@ def _against_peers(net: str, peers: Iterable[str], **setting: Any) -> Iterable[C
 def _against_compiled(net: str, **setting: Any) -> Iterable[Case]:
     """Inductor by five budgets of its own and with checkpoints, and ours with its kernels.
 
-    Each at its smallest cap; ours also at that of checkpoints without it, where nothing else that
-    compiles may run. Results are not compared with plain's, which has other kernels.
+    Each at its smallest cap; ours also at that of checkpoints that are not compiled. Results are
+    not compared with plain's, which has other kernels.
     """
     yield Case(net, "inductor", "none", "bf16", **setting)
     for peer in _FUSED:
