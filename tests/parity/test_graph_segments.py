@@ -194,6 +194,41 @@ def test_where_memory_is_scarce_calls_of_libraries_stand_alone(
     assert together.asked < apart.asked
 
 
+class Dropped(nn.Module):
+    """Dropout as GPUs have it, one op, between others that are fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, _ = torch.native_dropout(torch.tanh(self.first(x)).exp(), 0.25, True)
+        return torch.sigmoid(kept) * kept
+
+
+DROPPED = Task("dropped", lambda: [Dropped()], batch)
+
+
+def test_what_draws_random_numbers_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = Segments(monkeypatch)
+    of_plain, training = Training(DROPPED), Training(DROPPED)
+    torch.manual_seed(5)
+    expected = gradients(of_plain)
+    parameters = list(training.models[0].parameters())
+    carrier = hostile_carrier("threads")
+    torch.manual_seed(5)
+    try:
+        with compiled(training, PlannedHost(training.models, carrier, roomy)):
+            loss = training.loss(0, BATCH)
+            found = [loss, *torch.autograd.grad(loss, parameters)]
+    finally:
+        carrier.close()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    names = [name for of in segments.names for name in of]
+    assert {"aten.exp.default", "aten.sigmoid.default"} <= {*names}
+    assert "aten.native_dropout.default" not in names
+
+
 def test_memory_is_scarce_near_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     Segments(monkeypatch)
     host = in_segments(roomy)

@@ -36,8 +36,9 @@ def fused(code: Code, layout: Layout, fuse: Fuse) -> None:
     for start, stop in _runs(code.lines, layout):
         run = code.lines[start:stop]
         steps = [it.called.step for it in run if it.called is not None]
-        gains = any(layout.is_op(step) and _is_made(step) for step in steps)
-        made = _replaced(code, run, layout, later[stop], fuse) if gains else None
+        made = None
+        if _fits(run[0].called, layout) and any(layout.is_op(it) and _is_made(it) for it in steps):
+            made = _replaced(code, run, layout, later[stop], fuse)
         lines += run if made is None else made
     code.lines[:] = lines
 
