@@ -26,10 +26,9 @@ import belady
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
 from belady.ir.run import Run
-from belady.measure.corrections import faster
 from belady.planners import smallest_budget
-from belady.simulate import bound
 from belady.units import parse_bytes
+from benchmarks.bounds import bounded
 from benchmarks.cases import BOUND, FOUND, LOST, OWN, Case, Record, from_json
 from benchmarks.equality import equality
 from benchmarks.measure import kept, settled_peak, timed
@@ -182,15 +181,7 @@ class _Bench:
         run = self._observed()
         cap = self._cap()
         begun = time.perf_counter()
-        predicted = run.predicted.seconds
-        measured = run.measured.iterations if run.measured else ()
-        share = min(measured, default=predicted) / predicted if predicted else 1.0
-        share = min(1.0, share)
-        ops = (replace(op, host_seconds=share * op.host_seconds) for op in run.trace.ops)
-        trace = replace(run.trace, ops=tuple(faster(op, share) for op in ops))
-        allocator = replace(run.hardware.allocator, margin_fraction=0.0, margin_bytes=0)
-        hardware = replace(run.hardware, allocator=allocator)
-        found = bound(trace, hardware, Budget(2**62 if cap is None else cap))
+        found = bounded(run, Budget(2**62 if cap is None else cap))
         return {
             "budget_bytes": cap,
             "bound_seconds": found.seconds if found.feasible else None,

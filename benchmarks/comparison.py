@@ -170,7 +170,12 @@ def _ok(row: Row) -> bool:
 
 
 def _bound(row: Row, known: Record) -> float | None:
-    """Seconds of the bound; None in another cap, as where a peer's grew while it was measured."""
+    """Seconds of the bound; None in another cap, as where a peer's grew while it was measured.
+
+    Captured graphs have that of their own trace.
+    """
+    if "own_bound_seconds" in row.first:
+        return float(row.first["own_bound_seconds"])
     cap, seconds = known.get("budget_bytes"), known.get("bound_seconds")
     alike = cap is not None and abs(cap - row.cap_bytes) <= _SAME_CAP * cap
     return seconds if alike else None

@@ -21,6 +21,7 @@ from belady.measure.corrections import with_gap_of
 from belady.planners import plan, smallest_budget
 from belady.simulate.blocks import in_blocks
 from benchmarks.average import held_on_average
+from benchmarks.bounds import bound_of_own
 from benchmarks.cases import ENGINES, OURS, OWN, Record
 from benchmarks.copies import lane_rates
 from benchmarks.peers import PEERS, Applied
@@ -243,6 +244,7 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
         "largest_bytes": max((s.nbytes for s in run.trace.storages), default=0),
         "notes": list(run.notes),
         **held_on_average(run),
+        **bound_of_own(run),
     }
     measured = run.measured
     if measured is not None:

@@ -56,7 +56,10 @@ def test_a_policy_on_captured_graphs_has_the_bits_of_plain_pytorch() -> None:
     assert record["planner"].startswith("baseline/")
     # A mode that counts would see plain PyTorch, as nothing is captured under one.
     less = replace(case, method="belady-graph:floor", equal_steps=0)
-    assert child._outcome(less, Known({}))["peak_allocated_bytes"] < record["peak_allocated_bytes"]
+    lean = child._outcome(less, Known({}))
+    assert lean["peak_allocated_bytes"] < record["peak_allocated_bytes"]
+    # Everything would fit, so waiting for copies is what another plan need not do.
+    assert 0 < lean["own_bound_seconds"] < lean["predicted_seconds"]
 
 
 @pytest.mark.parametrize(("name", "word"), [("vgg18", "vgg19"), ("", "vgg19")])

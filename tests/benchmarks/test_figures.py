@@ -113,13 +113,14 @@ def test_a_row_has_the_bound_in_its_own_cap() -> None:
         record("belady:lifetime", 7, 0.1, budget="100%:checkpoint"),  # of a cap found before
         record("belady:auto", 6, 0.1, budget="50%"),
         record("belady-graph:auto", 5, 0.1, budget="50%"),
+        record("belady-inductor:auto", 5, 0.1, budget="33%", own_bound_seconds=0.04),
         record("belady:auto", 4, 0.1, budget="smallest"),
         record("deepspeed", 4, 0.2, budget="smallest"),  # its cap grew while it was measured
         record("inductor", 2, 0.2, budget="smallest"),
     ]
     rows = table([*bounds, *found]).splitlines()[2:]
     bounded = [row.split(" | ")[4].strip() for row in rows]
-    assert bounded == ["60.0", "60.0", "", "", "50.0", "", "", "", ""]
+    assert bounded == ["60.0", "60.0", "", "", "50.0", "", "40.0", "", "", ""]
 
 
 @pytest.mark.parametrize(
