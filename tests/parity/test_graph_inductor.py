@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor import config
+from torch.nn import functional
 
 import belady
 import tests.parity.graphs as graphs
 from belady.errors import InfeasibleBudgetError
-from belady.graph import inductor, program
+from belady.graph import capture, inductor, program
 from belady.graph.replays import from_statistics
 from belady.graph.session import Session
 from belady.ir.plan import Plan
@@ -30,6 +31,7 @@ from tests.support.training import Training, autocast, plain
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 
 BATCH, WIDTH = 32, 64
+CLASSES = 4_099
 
 
 @pytest.fixture(scope="module")
@@ -216,4 +218,61 @@ def test_norms_from_their_statistics_are_fused_with_what_is_around_them(
     assert not any("Inductor" in note for note in run.notes)
     assert any(run.trace.ops[op].shortcut is not None for op in made_again(run))
     assert from_statistics in compiled_targets
+    torch.testing.assert_close(training.losses, expected.losses, rtol=2e-2, atol=2e-2)
+
+
+class Speaking(nn.Module):
+    """Causal attention by a mask, dropout, and a head whose rows begin where no kernel is fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, 256)
+        self.mixed, self.head = nn.Linear(256, 768), nn.Linear(256, CLASSES, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        query, key, value = self.mixed(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+        seen = torch.arange(tokens.shape[1], device=x.device)
+        mask = (seen[:, None] >= seen[None]).expand(len(x), 1, -1, -1)
+        found = functional.scaled_dot_product_attention(query, key, value, mask)
+        return self.head(x + self.dropout(found.transpose(1, 2).flatten(2)))
+
+
+def spoken(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(CLASSES, (size, 257), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def spoken_loss(logits: Tensor, wanted: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
+
+
+@pytest.mark.gpu
+def test_masks_go_products_are_padded_and_dropout_draws_what_plain_pytorch_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    padded, targets = list[int](), list[Any]()
+    align = capture.align
+
+    def noted(joint: fx.GraphModule, budget_bytes: int) -> int:
+        padded.append(align(joint, budget_bytes))
+        targets.extend(node.target for node in joint.graph.nodes)
+        return padded[-1]
+
+    monkeypatch.setattr(capture, "align", noted)
+    task = Task("speaking", lambda: [Speaking()], spoken, spoken_loss)
+    expected, training = Training(task, "cuda"), Training(task, "cuda")
+    torch.cuda.manual_seed(7)
+    expected.run(autocast, range(6))
+    torch.cuda.manual_seed(7)
+    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
+        training.run(autocast, range(6))
+    run = vm.run()
+    assert run is not None
+    assert not any("could not compile" in note for note in run.notes)
+    assert 3 in padded
+    attention = {str(it) for it in targets if "attention" in str(it)}
+    assert attention
+    assert not any("efficient" in name for name in attention)  # what flash takes no mask for
     torch.testing.assert_close(training.losses, expected.losses, rtol=2e-2, atol=2e-2)
