@@ -9,11 +9,14 @@ to the kernel that makes it in plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Trace
@@ -130,8 +133,19 @@ class _Call(NamedTuple):
     reduction: str
 
     def of_rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The loss of each row."""
-        return self.plain(logits, target, ignore_index=self.ignored, reduction="none")
+        """The loss of each row.
+
+        Where autocast makes all logarithms float32, and one of each row is picked then, that one
+        is made float32 here.
+        """
+        options = {"ignore_index": self.ignored, "reduction": "none"}
+        kind = logits.device.type
+        if not torch.is_autocast_enabled(kind) or not _casts_logarithms(
+            self.plain, logits.device, logits.dtype, torch.get_autocast_dtype(kind)
+        ):
+            return self.plain(logits, target, **options)
+        with torch.autocast(kind, enabled=False):
+            return self.plain(logits, target, **options).float()
 
     def whole(self, logits: Tensor, target: Tensor) -> Tensor:
         """What plain PyTorch gives."""
@@ -159,6 +173,38 @@ def _call(
     if any(it is not None for it in rare) or label_smoothing or reduction not in _REDUCTIONS:
         return None
     return _Call(plain, ignore_index, reduction)
+
+
+class _Logarithms(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes of which dtype logarithms are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype: torch.dtype | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._log_softmax.default:
+            self.dtype = args[0].dtype
+        return func(*args, **kwargs or {})
+
+
+@cache
+def _casts_logarithms(
+    function: Function, device: torch.device, dtype: torch.dtype, autocast: torch.dtype
+) -> bool:
+    """Whether ``function`` takes logarithms of half precision, and autocast casts all of them.
+
+    On a CPU autocast casts the logits instead. Nobody but PyTorch is known to do nothing else.
+    """
+    code = getattr(function, "__code__", None)
+    if dtype not in _HALVES or code is None or code.co_filename != F.__file__:
+        return False
+    with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, autocast):
+        logits = torch.zeros(1, 1, dtype=dtype, device=device)
+        target = torch.zeros(1, dtype=torch.int64, device=device)
+        with _Logarithms() as seen:
+            loss = function(logits, target, reduction="none")
+    return seen.dtype is dtype and loss.dtype is torch.float32
 
 
 def _logarithms_bytes(logits: Tensor) -> int:

@@ -86,6 +86,42 @@ def test_bits(
         assert equal(found, results(logits, target, **options))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_logarithm_of_each_row_is_cast_where_autocast_casts_all(
+    dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, target = given(333, 1031, dtype)
+    leaf = logits.clone().requires_grad_()
+    # What PyTorch does on a GPU: logarithms in half precision, and all of them made float32.
+    loss = F.nll_loss(F.log_softmax(leaf, 1).float(), target, ignore_index=0, reduction=reduction)
+    loss.backward(torch.full_like(loss, 1.7))
+    monkeypatch.setattr(losses, "_casts_logarithms", lambda *_: True)
+    options = {"autocast": True, "ignore_index": 0, "reduction": reduction}
+    assert equal(in_slices(logits, target, **options)[1], (loss.detach(), leaf.grad))
+
+
+def foreign(input: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """Of another library, in the same place."""
+    return PLAIN(input, target, **options)
+
+
+def test_where_autocast_casts_all_logarithms() -> None:
+    of = losses._casts_logarithms
+    here, half = torch.device("cpu"), torch.bfloat16
+    # There it casts the logits.
+    assert not of(PLAIN, here, half, half)
+
+
+@pytest.mark.gpu
+def test_autocast_casts_all_logarithms_on_a_gpu() -> None:
+    of = losses._casts_logarithms
+    here, half = torch.device("cuda"), torch.bfloat16
+    assert of(PLAIN, here, half, half)
+    assert not of(PLAIN, here, torch.float32, half)
+    assert not of(foreign, here, half, half)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_of_any_stride_and_all_rows_ignored(device: str) -> None:
     logits, target = given(120, 77, device=device)
