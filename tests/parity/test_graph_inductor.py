@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor import config
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import belady
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs 
 
 BATCH, WIDTH = 32, 64
 CLASSES = 4_099
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +248,72 @@ def spoken(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def spoken_loss(logits: Tensor, wanted: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
+
+
+class Modulated(nn.Module):
+    """Norms with scales and shifts that are parts of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-0.5, 0.5, 4 * 1024).view(4, 1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale, shift in self.table.chunk(2):
+            x = functional.layer_norm(x, (1024,)) * (1 + scale) + shift
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_that_are_parts_of_one_are_all_written(device: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, wanted = (torch.randn(8192, 1024, generator=generator).to(device) for _ in range(2))
+
+    def trained(model: nn.Module) -> Tensor:
+        for _ in range(4):
+            model.zero_grad()
+            (model(x) - wanted).square().sum().backward()
+        (parameter,) = model.parameters()
+        assert parameter.grad is not None
+        return parameter.grad
+
+    expected, model = trained(Modulated().to(device)), Modulated().to(device)
+    with belady.virtualize(model, "4GiB", engine="inductor") as vm:
+        found = trained(model)
+    run = vm.run()
+    assert run is not None
+    assert run.plan.numerics == ("inductor",)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-1)
+
+
+@pytest.mark.parametrize(
+    ("size", "joins", "apart"), [(6, True, True), (6, False, False), (1 << 15, True, False)]
+)
+def test_sums_along_two_dimensions_are_apart_where_they_are_joined(
+    size: int, joins: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def compile_(traced: fx.GraphModule, _: Any) -> fx.GraphModule:
+        seen.append(config.triton.mix_order_reduction)
+        return traced
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", compile_)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    parts = [graph.call_function(torch.ops.aten.sum.dim_IntList, (x, [dim])) for dim in (0, 1)]
+    if joins:
+        parts = [graph.call_function(torch.ops.aten.cat.default, (parts,))]
+    graph.output(tuple(parts))
+    module = fx.GraphModule({}, graph)
+    with FakeTensorMode():
+        given = torch.ones(size, size)
+        for node, value in zip(parts, module(given), strict=True):
+            node.meta["val"] = value
+    with config.patch({"triton.mix_order_reduction": True}):
+        assert inductor.compiled(module, [given]) is not None
+        assert config.triton.mix_order_reduction
+    assert seen == [not apart]
 
 
 @pytest.mark.gpu

@@ -19,6 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 # What is asked of it: nothing is laid out otherwise than it was traced, and nothing is moved whose
 # place the plan has chosen.
 _SETTINGS = {"layout_optimization": False, "reorder_for_peak_memory": False}
+# Sums along two dimensions in one kernel, of torch 2.10 and later. Where those over rows, of so
+# many columns at most, are to be parts of one value, nobody writes them to it, and nobody is told
+# (pytorch/pytorch#193061).
+_UNWRITTEN, _COLUMNS = "mix_order_reduction", 1 << 14
+_JOINS = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
 
 Kernel = Callable[[list[Any]], Sequence[Any]]
 
@@ -68,8 +73,17 @@ def compiled(module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
         if not _lie_alike(results, [node.meta["val"] for node in wanted.args[0]], fakes):
             return None
         output.meta["user_visible_output_idxs"] = list(range(len(results)))
-        kernel: Kernel = compile_fx_inner(traced, list(fakes))
+        with config.patch(_settings_of(traced.graph)):
+            kernel: Kernel = compile_fx_inner(traced, list(fakes))
     return kernel
+
+
+def _settings_of(graph: fx.Graph) -> dict[str, bool]:
+    """What is asked of it for one graph."""
+    joins = (node for node in graph.nodes if node.target in _JOINS)
+    parts = (part.meta["val"] for node in joins for part in node.all_input_nodes)
+    lost = any(part.numel() <= _COLUMNS for part in parts)
+    return {f"triton.{_UNWRITTEN}": False} if lost and hasattr(config.triton, _UNWRITTEN) else {}
 
 
 def _settings() -> Hashable:
