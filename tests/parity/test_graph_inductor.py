@@ -250,6 +250,26 @@ def spoken_loss(logits: Tensor, wanted: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
 
 
+def amid_nans(training: Training, index: int) -> list[Tensor]:
+    """An iteration whose kernels find what is no number wherever they have not written yet."""
+    blocks = [torch.full((9216,), torch.nan, device=training.device) for _ in range(200)]
+    del blocks
+    return autocast(training, index)
+
+
+@pytest.mark.gpu
+def test_kernels_that_read_what_they_have_written_wait_for_it(replaying: list[Plan]) -> None:
+    expected = Training(NORMS, "cuda").run(amid_nans, range(40))
+    training = Training(NORMS, "cuda")
+    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
+        training.run(amid_nans, range(40))
+    run = vm.run()
+    assert run is not None
+    assert made_again(run)
+    assert torch.stack(training.losses).isfinite().all()
+    torch.testing.assert_close(training.losses[:6], expected.losses[:6], rtol=2e-2, atol=2e-2)
+
+
 class Modulated(nn.Module):
     """Norms with scales and shifts that are parts of one parameter."""
 

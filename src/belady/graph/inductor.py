@@ -16,6 +16,8 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from belady.graph.barriers import barriers
+
 # What is asked of it: nothing is laid out otherwise than it was traced, and nothing is moved whose
 # place the plan has chosen.
 _SETTINGS = {"layout_optimization": False, "reorder_for_peak_memory": False}
@@ -73,7 +75,7 @@ def compiled(module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
         if not _lie_alike(results, [node.meta["val"] for node in wanted.args[0]], fakes):
             return None
         output.meta["user_visible_output_idxs"] = list(range(len(results)))
-        with config.patch(_settings_of(traced.graph)):
+        with config.patch(_settings_of(traced.graph)), barriers():
             kernel: Kernel = compile_fx_inner(traced, list(fakes))
     return kernel
 
