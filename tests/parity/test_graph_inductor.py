@@ -22,12 +22,13 @@ from belady.graph import capture, inductor, program
 from belady.graph.replays import from_statistics
 from belady.graph.session import Session
 from belady.ir.plan import Plan
+from belady.ir.run import Run
 from belady.ir.trace import Trace
 from tests.parity.graphs import PlannedHost, compiled
 from tests.parity.racing import hostile_carrier, random_plan
 from tests.parity.test_graph_shortcuts import LAST, NORMS, made_again
 from tests.support.models import CNN, Task
-from tests.support.training import Training, autocast, plain
+from tests.support.training import Step, Training, autocast, plain
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 
@@ -211,16 +212,24 @@ def test_norms_from_their_statistics_are_fused_with_what_is_around_them(
         return known(module, fakes)
 
     monkeypatch.setattr(inductor, "compiled", noted)
-    expected = Training(task, "cuda").run(autocast, range(6))
-    training = Training(task, "cuda")
-    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
-        training.run(autocast, range(6))
-    run = vm.run()
-    assert run is not None
+    found, expected, run = beside_plain(task, autocast, 6)
     assert not any("Inductor" in note for note in run.notes)
     assert any(run.trace.ops[op].shortcut is not None for op in made_again(run))
     assert from_statistics in compiled_targets
-    torch.testing.assert_close(training.losses, expected.losses, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def beside_plain(task: Task, step: Step, iterations: int) -> tuple[list[Tensor], list[Tensor], Run]:
+    """Losses with Inductor's kernels, those of plain PyTorch on the same draws, and the run."""
+    expected, training = Training(task, "cuda"), Training(task, "cuda")
+    torch.cuda.manual_seed(7)
+    expected.run(step, range(iterations))
+    torch.cuda.manual_seed(7)
+    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
+        training.run(step, range(iterations))
+    run = vm.run()
+    assert run is not None
+    return training.losses, expected.losses, run
 
 
 class Speaking(nn.Module):
@@ -259,15 +268,10 @@ def amid_nans(training: Training, index: int) -> list[Tensor]:
 
 @pytest.mark.gpu
 def test_kernels_that_read_what_they_have_written_wait_for_it(replaying: list[Plan]) -> None:
-    expected = Training(NORMS, "cuda").run(amid_nans, range(40))
-    training = Training(NORMS, "cuda")
-    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
-        training.run(amid_nans, range(40))
-    run = vm.run()
-    assert run is not None
+    found, expected, run = beside_plain(NORMS, amid_nans, 40)
     assert made_again(run)
-    assert torch.stack(training.losses).isfinite().all()
-    torch.testing.assert_close(training.losses[:6], expected.losses[:6], rtol=2e-2, atol=2e-2)
+    assert torch.stack(found).isfinite().all()
+    torch.testing.assert_close(found[:6], expected[:6], rtol=2e-2, atol=2e-2)
 
 
 class Modulated(nn.Module):
@@ -350,17 +354,10 @@ def test_masks_go_products_are_padded_and_dropout_draws_what_plain_pytorch_does(
 
     monkeypatch.setattr(capture, "align", noted)
     task = Task("speaking", lambda: [Speaking()], spoken, spoken_loss)
-    expected, training = Training(task, "cuda"), Training(task, "cuda")
-    torch.cuda.manual_seed(7)
-    expected.run(autocast, range(6))
-    torch.cuda.manual_seed(7)
-    with belady.virtualize(training.models, "1GiB", engine="inductor") as vm:
-        training.run(autocast, range(6))
-    run = vm.run()
-    assert run is not None
+    found, expected, run = beside_plain(task, autocast, 6)
     assert not any("could not compile" in note for note in run.notes)
     assert 3 in padded
     attention = {str(it) for it in targets if "attention" in str(it)}
     assert attention
     assert not any("efficient" in name for name in attention)  # what flash takes no mask for
-    torch.testing.assert_close(training.losses, expected.losses, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

@@ -140,9 +140,15 @@ class _Call(NamedTuple):
         """
         options = {"ignore_index": self.ignored, "reduction": "none"}
         kind = logits.device.type
-        if not torch.is_autocast_enabled(kind) or not _casts_logarithms(
-            self.plain, logits.device, logits.dtype, torch.get_autocast_dtype(kind)
-        ):
+        casts = (
+            torch.is_autocast_enabled(kind)
+            and logits.dtype in _HALVES
+            and _is_torchs(self.plain)
+            and _casts_logarithms(
+                self.plain, logits.device, logits.dtype, torch.get_autocast_dtype(kind)
+            )
+        )
+        if not casts:
             return self.plain(logits, target, **options)
         with torch.autocast(kind, enabled=False):
             return self.plain(logits, target, **options).float()
@@ -188,17 +194,20 @@ class _Logarithms(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
 
+def _is_torchs(function: Function) -> bool:
+    """Whether it is PyTorch's: another's may do something else, and need not outlive its owner."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == F.__file__
+
+
 @cache
 def _casts_logarithms(
     function: Function, device: torch.device, dtype: torch.dtype, autocast: torch.dtype
 ) -> bool:
     """Whether ``function`` takes logarithms of half precision, and autocast casts all of them.
 
-    On a CPU autocast casts the logits instead. Nobody but PyTorch is known to do nothing else.
+    On a CPU autocast casts the logits instead.
     """
-    code = getattr(function, "__code__", None)
-    if dtype not in _HALVES or code is None or code.co_filename != F.__file__:
-        return False
     with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, autocast):
         logits = torch.zeros(1, 1, dtype=dtype, device=device)
         target = torch.zeros(1, dtype=torch.int64, device=device)

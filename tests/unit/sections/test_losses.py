@@ -97,6 +97,7 @@ def test_one_logarithm_of_each_row_is_cast_where_autocast_casts_all(
     loss = F.nll_loss(F.log_softmax(leaf, 1).float(), target, ignore_index=0, reduction=reduction)
     loss.backward(torch.full_like(loss, 1.7))
     monkeypatch.setattr(losses, "_casts_logarithms", lambda *_: True)
+    assert losses._is_torchs(PLAIN)
     options = {"autocast": True, "ignore_index": 0, "reduction": reduction}
     assert equal(in_slices(logits, target, **options)[1], (loss.detach(), leaf.grad))
 
@@ -106,20 +107,23 @@ def foreign(input: Tensor, target: Tensor, **options: Any) -> Tensor:
     return PLAIN(input, target, **options)
 
 
-def test_where_autocast_casts_all_logarithms() -> None:
-    of = losses._casts_logarithms
-    here, half = torch.device("cpu"), torch.bfloat16
-    # There it casts the logits.
-    assert not of(PLAIN, here, half, half)
+def test_what_another_library_put_there_is_called_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(losses, "_casts_logarithms", lambda *given: asked.append(given))
+    monkeypatch.setattr(F, "cross_entropy", foreign)
+    logits, target = given(333, 1031, torch.bfloat16)
+    nbytes, found = in_slices(logits, target, autocast=True)
+    assert nbytes
+    assert not asked
+    monkeypatch.undo()
+    assert equal(found, results(logits, target, autocast=True))
 
 
-@pytest.mark.gpu
-def test_autocast_casts_all_logarithms_on_a_gpu() -> None:
-    of = losses._casts_logarithms
-    here, half = torch.device("cuda"), torch.bfloat16
-    assert of(PLAIN, here, half, half)
-    assert not of(PLAIN, here, torch.float32, half)
-    assert not of(foreign, here, half, half)
+@pytest.mark.parametrize("device", DEVICES)
+def test_where_autocast_casts_all_logarithms(device: str) -> None:
+    # On a CPU it casts the logits.
+    of, half = losses._casts_logarithms, torch.bfloat16
+    assert of(PLAIN, torch.device(device), half, half) is (device == "cuda")
 
 
 @pytest.mark.parametrize("device", DEVICES)
