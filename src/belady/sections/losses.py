@@ -9,20 +9,18 @@ to the kernel that makes it in plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Trace
 from belady.measure.held import missing_state
 from belady.measure.stages import Policy
 from belady.planners import smallest_budget
+from belady.sections.logarithms import casts_logarithms, is_torchs
 from belady.sections.standing import Function, Standing, is_ordinary, saved
 from belady.units import format_bytes
 
@@ -139,19 +137,45 @@ class _Call(NamedTuple):
         is made float32 here.
         """
         options = {"ignore_index": self.ignored, "reduction": "none"}
+        if not self._casts(logits):
+            return self.plain(logits, target, **options)
+        with torch.autocast(logits.device.type, enabled=False):
+            return self.plain(logits, target, **options).float()
+
+    def gradient_to(self, out: Tensor, logits: Tensor, target: Tensor, each: Tensor) -> None:
+        """Write the logits' gradient, ``each`` being that of the loss of each row.
+
+        Where it is known what PyTorch calls, this calls it: autograd takes the host longer, and
+        makes the gradient elsewhere first.
+        """
+        if self._is_known(logits):
+            # By their own names autocast leaves them alone.
+            aten, unread = torch.ops.aten, logits.new_empty(())
+            known = aten._log_softmax(logits, 1, False)
+            chosen = each.to(known.dtype)
+            chosen = aten.nll_loss_backward(chosen, known, target, None, 0, self.ignored, unread)
+            aten._log_softmax_backward_data(chosen, known, 1, logits.dtype, out=out)
+            return
+        with torch.enable_grad():
+            losses = self.of_rows(logits.requires_grad_(), target)
+        out.copy_(torch.autograd.grad(losses, logits, each)[0])
+
+    def _is_known(self, logits: Tensor) -> bool:
+        """Whether PyTorch takes the logarithms of the logits as they are."""
+        half = torch.is_autocast_enabled(logits.device.type) and logits.dtype in _HALVES
+        return is_torchs(self.plain) and (not half or self._casts(logits))
+
+    def _casts(self, logits: Tensor) -> bool:
+        """Whether autocast makes all logarithms float32, rather than the logits."""
         kind = logits.device.type
-        casts = (
+        return (
             torch.is_autocast_enabled(kind)
             and logits.dtype in _HALVES
-            and _is_torchs(self.plain)
-            and _casts_logarithms(
+            and is_torchs(self.plain)
+            and casts_logarithms(
                 self.plain, logits.device, logits.dtype, torch.get_autocast_dtype(kind)
             )
         )
-        if not casts:
-            return self.plain(logits, target, **options)
-        with torch.autocast(kind, enabled=False):
-            return self.plain(logits, target, **options).float()
 
     def whole(self, logits: Tensor, target: Tensor) -> Tensor:
         """What plain PyTorch gives."""
@@ -179,41 +203,6 @@ def _call(
     if any(it is not None for it in rare) or label_smoothing or reduction not in _REDUCTIONS:
         return None
     return _Call(plain, ignore_index, reduction)
-
-
-class _Logarithms(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes of which dtype logarithms are taken."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype: torch.dtype | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._log_softmax.default:
-            self.dtype = args[0].dtype
-        return func(*args, **kwargs or {})
-
-
-def _is_torchs(function: Function) -> bool:
-    """Whether it is PyTorch's: another's may do something else, and need not outlive its owner."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename == F.__file__
-
-
-@cache
-def _casts_logarithms(
-    function: Function, device: torch.device, dtype: torch.dtype, autocast: torch.dtype
-) -> bool:
-    """Whether ``function`` takes logarithms of half precision, and autocast casts all of them.
-
-    On a CPU autocast casts the logits instead.
-    """
-    with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, autocast):
-        logits = torch.zeros(1, 1, dtype=dtype, device=device)
-        target = torch.zeros(1, dtype=torch.int64, device=device)
-        with _Logarithms() as seen:
-            loss = function(logits, target, reduction="none")
-    return seen.dtype is dtype and loss.dtype is torch.float32
 
 
 def _logarithms_bytes(logits: Tensor) -> int:
@@ -265,7 +254,7 @@ class _Rows(torch.autograd.Function):
             each = (gradient / total if call.reduction == "mean" else gradient).expand(len(logits))
             made = torch.empty_like(logits, memory_format=torch.contiguous_format)
             for part in _slices(logits):
-                made[part] = _gradient(call, logits[part].detach(), target[part], each[part])
+                call.gradient_to(made[part], logits[part].detach(), target[part], each[part])
         return made, None, None
 
 
@@ -277,9 +266,3 @@ def _of_whole(call: _Call, logits: Tensor, target: Tensor, gradient: Tensor) -> 
         seen = logits.view_as(logits) if graph else logits.detach().requires_grad_()
         loss = call.whole(seen, target)
     return torch.autograd.grad(loss, seen, gradient, create_graph=graph)
-
-
-def _gradient(call: _Call, logits: Tensor, target: Tensor, each: Tensor) -> Tensor:
-    with torch.enable_grad():
-        losses = call.of_rows(logits.requires_grad_(), target)
-    return torch.autograd.grad(losses, logits, each)[0]

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from belady.errors import SectionError
 from belady.sections import losses
 from belady.sections.losses import Losses
+from tests.support.modes import Seeing
 from tests.unit.measure.watching import observed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -96,10 +97,33 @@ def test_one_logarithm_of_each_row_is_cast_where_autocast_casts_all(
     # What PyTorch does on a GPU: logarithms in half precision, and all of them made float32.
     loss = F.nll_loss(F.log_softmax(leaf, 1).float(), target, ignore_index=0, reduction=reduction)
     loss.backward(torch.full_like(loss, 1.7))
-    monkeypatch.setattr(losses, "_casts_logarithms", lambda *_: True)
-    assert losses._is_torchs(PLAIN)
+    monkeypatch.setattr(losses, "casts_logarithms", lambda *_: True)
+    assert losses.is_torchs(PLAIN)
     options = {"autocast": True, "ignore_index": 0, "reduction": reduction}
     assert equal(in_slices(logits, target, **options)[1], (loss.detach(), leaf.grad))
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_the_gradient_of_a_slice_is_made_where_it_is_to_be(
+    casts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "casts_logarithms", lambda *_: casts)
+    logits, target = given(64, 500, torch.bfloat16)
+    slices = 64 // losses._ROWS
+    leaf, standing = logits.requires_grad_(), Losses(logits.device, 1)
+    standing.attach()
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(leaf, target)
+        with Seeing() as seen:
+            loss.backward()
+    finally:
+        standing.detach()
+    aten, counts = torch.ops.aten, Counter(seen.ops)
+    made = slices if casts else 0  # else autograd has the gradient elsewhere
+    assert counts[aten._log_softmax_backward_data.out] == made
+    assert counts[aten._log_softmax_backward_data.default] == slices - made
+    assert counts[aten.copy_.default] == slices - made
 
 
 def foreign(input: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -109,7 +133,7 @@ def foreign(input: Tensor, target: Tensor, **options: Any) -> Tensor:
 
 def test_what_another_library_put_there_is_called_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(losses, "_casts_logarithms", lambda *given: asked.append(given))
+    monkeypatch.setattr(losses, "casts_logarithms", lambda *given: asked.append(given))
     monkeypatch.setattr(F, "cross_entropy", foreign)
     logits, target = given(333, 1031, torch.bfloat16)
     nbytes, found = in_slices(logits, target, autocast=True)
@@ -122,7 +146,7 @@ def test_what_another_library_put_there_is_called_as_ever(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("device", DEVICES)
 def test_where_autocast_casts_all_logarithms(device: str) -> None:
     # On a CPU it casts the logits.
-    of, half = losses._casts_logarithms, torch.bfloat16
+    of, half = losses.casts_logarithms, torch.bfloat16
     assert of(PLAIN, torch.device(device), half, half) is (device == "cuda")
 
 
