@@ -31,7 +31,7 @@ from belady.units import parse_bytes
 from benchmarks.bounds import bounded
 from benchmarks.cases import BOUND, FOUND, LOST, OWN, Case, Record, from_json
 from benchmarks.equality import equality
-from benchmarks.measure import kept, settled_peak, timed
+from benchmarks.measure import kept, pace, settled_peak, timed
 from benchmarks.memory import starved, tidy, too_little
 from benchmarks.methods import Opener, available, observed, opened
 from benchmarks.peers import PEERS
@@ -132,6 +132,7 @@ class _Bench:
             case.precision, case.channels_last, case.device, case.cudnn_benchmark
         )
         self._setting.apply()
+        self._pace = pace()
 
     def run(self) -> Record:
         """Measure time and peaks, then equality, each on a workload made anew; or find a cap."""
@@ -261,7 +262,7 @@ class _Bench:
             record: Record = {}
             try:
                 with opener(cap) as it:
-                    record = it.warm_up() | timed(it, self.case.repeats)
+                    record = it.warm_up() | timed(it, self.case.repeats, [self._pace])
                     record |= it.extras()
                 if last or kept(record, cap):
                     break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -21,17 +21,31 @@ DIGEST_OF = "sha256 of each tensor's sha256"
 # Hosts issue ops at half their speed for seconds at a time: so often both kinds of times are taken
 # in turn, unless that many seconds have gone by.
 _TURNS, _LONG = 3, 10.0
-# Loops that tell at which speed the host is.
-_LOOPS = 50_000
+# Loops that tell at which speed the host is, how much slower than it has been it may be as a turn
+# begins, and seconds that are given to it to become faster.
+_LOOPS, _SLOWER, _PATIENCE = 50_000, 1.25, 3.0
 
 
-def timed(session: Session, repeats: int) -> Record:
-    """Times of single iterations, each waited for, and of as many in a row; peaks meanwhile."""
+def timed(session: Session, repeats: int, known: Sequence[float] = ()) -> Record:
+    """Times of single iterations, each waited for, and of as many in a row; peaks meanwhile.
+
+    A turn of both begins when the host is about as fast as it has been before, or after some
+    seconds of iterations that are not counted.
+
+    Parameters
+    ----------
+    known
+        What `pace` gave before.
+    """
     cuda = session.work.setting.device == "cuda"
     before = _reset() if cuda else 0
     losses, seconds, rows = list[float](), list[float](), list[float]()
-    first, paces = time.perf_counter(), [_pace()]
+    first, paces = time.perf_counter(), [pace()]
     while len(rows) < _TURNS and (not rows or time.perf_counter() - first < _LONG):
+        fastest, patient = min([*known, *paces]), time.perf_counter() + _PATIENCE
+        while paces[-1] > _SLOWER * fastest and time.perf_counter() < patient:
+            losses += session.iterate(1)
+            paces.append(pace())
         for _ in range(repeats):
             begun = time.perf_counter()
             losses += session.iterate(1)
@@ -39,7 +53,7 @@ def timed(session: Session, repeats: int) -> Record:
         begun = time.perf_counter()
         losses += session.iterate(repeats)
         rows.append((time.perf_counter() - begun) / repeats)
-        paces.append(_pace())
+        paces.append(pace())
     record: Record = {
         "seconds": seconds,
         "median_seconds": statistics.median(seconds),
@@ -51,7 +65,7 @@ def timed(session: Session, repeats: int) -> Record:
     return record | (_of_allocator(before) if cuda else _counted(session))
 
 
-def _pace() -> float:
+def pace() -> float:
     """Seconds that the host takes for the same work each time."""
     begun = time.perf_counter()
     for _ in range(_LOOPS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +30,12 @@ class Played:
         return 7
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, repeats: int, *seconds: float) -> tuple[Played, Any]:
+def timed(
+    monkeypatch: pytest.MonkeyPatch, repeats: int, *seconds: float, known: Sequence[float] = ()
+) -> tuple[Played, Any]:
     session = Played(*seconds)
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: session.now))
-    return session, measure.timed(session, repeats)  # type: ignore[arg-type]
+    return session, measure.timed(session, repeats, known)  # type: ignore[arg-type]
 
 
 def test_a_slow_phase_of_the_host_is_not_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +59,27 @@ def test_long_iterations_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert (record["median_seconds"], record["rows"]) == (5.0, [5.0])
 
 
+def test_a_turn_waits_for_a_host_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [1.3, 1.25, 1.5, 1.3, 1.1, 1.0, 9.0]
+    paces = iter(told)
+    monkeypatch.setattr(measure, "pace", lambda: next(paces))
+    session, record = timed(monkeypatch, 2, 0.7, 0.5, 0.5, 0.5, 0.5, 0.7, 0.7, 0.5, known=[1.0])
+    # One iteration that is not counted before the first turn, and two before the second.
+    assert session.counts == [1, 1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 2]
+    assert record["seconds"] == [0.5] * 6
+    assert record["host_loop_seconds"] == told
+
+
+def test_it_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "pace", lambda: 2.0)
+    session, record = timed(monkeypatch, 1, 1.5, known=[1.0])
+    assert session.counts == [1, 1, 1, 1] * 2
+    assert record["seconds"] == [1.5] * 2
+    assert record["host_loop_seconds"] == [2.0] * 7
+
+
 def test_the_pace_is_that_of_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_LOOPS", 1000)
-    few = min(measure._pace() for _ in range(20))
+    few = min(measure.pace() for _ in range(20))
     monkeypatch.setattr(measure, "_LOOPS", 100_000)
-    assert min(measure._pace() for _ in range(5)) > 10 * few > 0
+    assert min(measure.pace() for _ in range(5)) > 10 * few > 0
