@@ -31,9 +31,11 @@ _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0, inf)
 _SPARES = (0.0, 0.01, 0.02, 0.04)
 _REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
-# Reaches and reserves that are tried first: with a reach that spans a block rows of replays are
-# made once, and where nothing stays before copies have room, links carry what they can hide.
-_BEGUN = ((32.0, 0.0), (32.0, inf), (0.0, 0.0))
+# Reaches and reserves that are tried first: with a reach that spans a block, or a part of one, rows
+# of replays are made once, and where nothing stays before copies have room, links carry what they
+# can hide. Other limits are then tried with so many of them, as the best one can lead nowhere.
+_BEGUN = ((32.0, 0.0), (32.0, inf), (0.0, 0.0), (8.0, 0.0), (8.0, inf))
+_LED_ON = 2
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
 _FEWEST, _MOST, _OPS = 8, 300, 150_000
 # Of fewer tries none are left for going the same way once more, and these segments are among them.
@@ -59,7 +61,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 16
+    version: int = 17
     recomputes: bool = True
 
     def __call__(
@@ -127,7 +129,7 @@ class _Search:
         parts = _parts(self._case.trace, self._mixer)
         some, segments = parts[:: _PARTS // 4], self._segments
         replayed = [*some[1:], *segments]
-        begun = [[some[0], *replayed], replayed, replayed]
+        begun = [[some[0], *replayed], *[replayed] * (len(_BEGUN) - 1)]
         if self._left < _FEW:
             begun = [[*some[1:], *segments[:_FEW_SEGMENTS]]]
         starts = [
@@ -135,7 +137,8 @@ class _Search:
             for of, (reach, reserve) in zip(begun, _BEGUN, strict=False)
         ]
         found = [self._halved(self._cheapest(it), parts) for it in starts]
-        return self._bettered(self._cheapest(found))
+        best = sorted(found, key=lambda wish: self._prices[wish])[:_LED_ON]
+        return self._cheapest([self._bettered(it) for it in best])
 
     def _halved(self, at: Wish, parts: Sequence[frozenset[int]]) -> Wish:
         """The mix with the part of the lowest price, by steps that are halved."""

@@ -14,7 +14,8 @@ from belady.ir.plan import Budget, Encode, Offload, Plan, Recompute
 from belady.ir.replay import sources
 from belady.ir.trace import Tier, Trace
 from belady.planners import plan, smallest_budget
-from belady.planners.hybrid import HYBRID
+from belady.planners.hybrid import HYBRID, _Search
+from belady.planners.wish import Wish
 from belady.simulate import bound, simulate
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import random_trace
@@ -289,6 +290,27 @@ def test_mixes_whose_blocks_do_not_fit_lead_to_those_that_do(
     monkeypatch.setattr("belady.planners.hybrid.excess", excess)
     made = plan("hybrid", trace, hardware, budget)
     assert made.predicted_seconds < 1.05 * fastest.predicted_seconds
+
+
+def test_the_two_best_of_the_first_mixes_lead_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[list[float]] = []
+    descended, bettered = _Search._descended, _Search._bettered
+
+    def begun(search: _Search) -> Wish:
+        ways.append([])
+        return descended(search)
+
+    def noted(search: _Search, at: Wish) -> Wish:
+        ways[-1].append(search._prices[at])
+        return bettered(search, at)
+
+    monkeypatch.setattr(_Search, "_descended", begun)
+    monkeypatch.setattr(_Search, "_bettered", noted)
+    trace, hardware = chain(8), gpu()
+    (budget,) = budgets(trace, hardware, 0.25)
+    plan("hybrid", trace, hardware, budget)
+    assert ways
+    assert all(len(prices) == 2 and prices == sorted(prices) for prices in ways)
 
 
 def test_masks_are_held_in_bits_where_copies_would_be_waited_for() -> None:
