@@ -22,15 +22,15 @@ DIGEST_OF = "sha256 of each tensor's sha256"
 # in turn, unless that many seconds have gone by.
 _TURNS, _LONG = 3, 10.0
 # Loops that tell at which speed the host is, how much slower than it has been it may be as a turn
-# begins, and seconds that are given to it to become faster.
+# begins, and seconds that are given to it to become faster where it issues what a device computes.
 _LOOPS, _SLOWER, _PATIENCE = 50_000, 1.25, 3.0
 
 
 def timed(session: Session, repeats: int, known: Sequence[float] = ()) -> Record:
     """Times of single iterations, each waited for, and of as many in a row; peaks meanwhile.
 
-    A turn of both begins when the host is about as fast as it has been before, or after some
-    seconds of iterations that are not counted.
+    Of a device a turn of both begins when the host is about as fast as it has been before, or after
+    some seconds of iterations that are not counted.
 
     Parameters
     ----------
@@ -42,7 +42,8 @@ def timed(session: Session, repeats: int, known: Sequence[float] = ()) -> Record
     losses, seconds, rows = list[float](), list[float](), list[float]()
     first, paces = time.perf_counter(), [pace()]
     while len(rows) < _TURNS and (not rows or time.perf_counter() - first < _LONG):
-        fastest, patient = min([*known, *paces]), time.perf_counter() + _PATIENCE
+        fastest = min([*known, *paces])
+        patient = time.perf_counter() + (_PATIENCE if cuda else 0.0)
         while paces[-1] > _SLOWER * fastest and time.perf_counter() < patient:
             losses += session.iterate(1)
             paces.append(pace())

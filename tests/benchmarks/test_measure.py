@@ -14,10 +14,12 @@ from benchmarks import measure
 class Played:
     """A session whose iterations take as long as told; the clock stands still otherwise."""
 
+    device = "cpu"
+
     def __init__(self, *seconds: float) -> None:
         self.now, self.counts = 0.0, list[int]()
         self._seconds = seconds
-        self.work = SimpleNamespace(setting=SimpleNamespace(device="cpu"))
+        self.work = SimpleNamespace(setting=SimpleNamespace(device=self.device))
 
     def iterate(self, count: int) -> list[float]:
         done = sum(self.counts)
@@ -59,6 +61,15 @@ def test_long_iterations_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert (record["median_seconds"], record["rows"]) == (5.0, [5.0])
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions are of one, without an allocator that could be asked."""
+    monkeypatch.setattr(measure, "_reset", lambda: 0)
+    monkeypatch.setattr(measure, "_of_allocator", lambda before: {})
+    monkeypatch.setattr(Played, "device", "cuda")
+
+
+@pytest.mark.usefixtures("device")
 def test_a_turn_waits_for_a_host_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [1.3, 1.25, 1.5, 1.3, 1.1, 1.0, 9.0]
     paces = iter(told)
@@ -70,12 +81,19 @@ def test_a_turn_waits_for_a_host_that_was_faster(monkeypatch: pytest.MonkeyPatch
     assert record["host_loop_seconds"] == told
 
 
+@pytest.mark.usefixtures("device")
 def test_it_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "pace", lambda: 2.0)
     session, record = timed(monkeypatch, 1, 1.5, known=[1.0])
     assert session.counts == [1, 1, 1, 1] * 2
     assert record["seconds"] == [1.5] * 2
     assert record["host_loop_seconds"] == [2.0] * 7
+
+
+def test_what_the_host_computes_itself_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "pace", lambda: 2.0)
+    session, _ = timed(monkeypatch, 1, 6.0, known=[1.0])
+    assert session.counts == [1, 1]
 
 
 def test_the_pace_is_that_of_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:

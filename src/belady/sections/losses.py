@@ -105,7 +105,7 @@ class Losses(Standing):
         if call is None or not self._takes(logits, target, call):
             return plain(*args, **kwargs)
         self.largest_bytes = max(self.largest_bytes, _logarithms_bytes(logits))
-        loss: Tensor = _Rows.apply(logits, target, call)  # type: ignore[no-untyped-call]
+        loss: Tensor = _Rows.apply(logits, target, call.on(logits))  # type: ignore[no-untyped-call]
         return loss
 
     def _takes(self, logits: Tensor, target: Tensor, call: _Call) -> bool:
@@ -124,11 +124,34 @@ class Losses(Standing):
 
 
 class _Call(NamedTuple):
-    """A call of ``plain`` with its options."""
+    """A call of ``plain`` with its options.
+
+    Attributes
+    ----------
+    casts
+        Whether autocast makes all logarithms float32, rather than the logits.
+    known
+        Whether ``plain`` is PyTorch's, and takes the logarithms of the logits as they are.
+    """
 
     plain: Function
     ignored: int
     reduction: str
+    casts: bool = False
+    known: bool = False
+
+    def on(self, logits: Tensor) -> _Call:
+        """The call, and what it does with such logits: asked once, and not for each slice."""
+        kind, torchs = logits.device.type, is_torchs(self.plain)
+        half = torch.is_autocast_enabled(kind) and logits.dtype in _HALVES
+        casts = (
+            half
+            and torchs
+            and casts_logarithms(
+                self.plain, logits.device, logits.dtype, torch.get_autocast_dtype(kind)
+            )
+        )
+        return self._replace(casts=casts, known=torchs and (casts or not half))
 
     def of_rows(self, logits: Tensor, target: Tensor) -> Tensor:
         """The loss of each row.
@@ -137,7 +160,7 @@ class _Call(NamedTuple):
         is made float32 here.
         """
         options = {"ignore_index": self.ignored, "reduction": "none"}
-        if not self._casts(logits):
+        if not self.casts:
             return self.plain(logits, target, **options)
         with torch.autocast(logits.device.type, enabled=False):
             return self.plain(logits, target, **options).float()
@@ -148,34 +171,17 @@ class _Call(NamedTuple):
         Where it is known what PyTorch calls, this calls it: autograd takes the host longer, and
         makes the gradient elsewhere first.
         """
-        if self._is_known(logits):
-            # By their own names autocast leaves them alone.
-            aten, unread = torch.ops.aten, logits.new_empty(())
-            known = aten._log_softmax(logits, 1, False)
-            chosen = each.to(known.dtype)
-            chosen = aten.nll_loss_backward(chosen, known, target, None, 0, self.ignored, unread)
-            aten._log_softmax_backward_data(chosen, known, 1, logits.dtype, out=out)
+        if not self.known:
+            with torch.enable_grad():
+                losses = self.of_rows(logits.requires_grad_(), target)
+            out.copy_(torch.autograd.grad(losses, logits, each)[0])
             return
-        with torch.enable_grad():
-            losses = self.of_rows(logits.requires_grad_(), target)
-        out.copy_(torch.autograd.grad(losses, logits, each)[0])
-
-    def _is_known(self, logits: Tensor) -> bool:
-        """Whether PyTorch takes the logarithms of the logits as they are."""
-        half = torch.is_autocast_enabled(logits.device.type) and logits.dtype in _HALVES
-        return is_torchs(self.plain) and (not half or self._casts(logits))
-
-    def _casts(self, logits: Tensor) -> bool:
-        """Whether autocast makes all logarithms float32, rather than the logits."""
-        kind = logits.device.type
-        return (
-            torch.is_autocast_enabled(kind)
-            and logits.dtype in _HALVES
-            and is_torchs(self.plain)
-            and casts_logarithms(
-                self.plain, logits.device, logits.dtype, torch.get_autocast_dtype(kind)
-            )
-        )
+        # By their own names autocast leaves them alone.
+        aten, unread = torch.ops.aten, logits.new_empty(())
+        known = aten._log_softmax(logits, 1, False)
+        chosen = each.to(known.dtype)
+        chosen = aten.nll_loss_backward(chosen, known, target, None, 0, self.ignored, unread)
+        aten._log_softmax_backward_data(chosen, known, 1, logits.dtype, out=out)
 
     def whole(self, logits: Tensor, target: Tensor) -> Tensor:
         """What plain PyTorch gives."""
