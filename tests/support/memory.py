@@ -143,6 +143,9 @@ class ThreadLanes(Lanes):
         for fence in list(self.issued):
             fence.synchronize()
 
+    def hold(self, seconds: float) -> None:
+        pass
+
     def tick(self) -> object:
         return time.perf_counter()
 

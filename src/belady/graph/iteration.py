@@ -31,6 +31,8 @@ class Iteration:
         Whether it went another way than its plan expects.
     entered
         `host_seconds` when the last forward began.
+    moments
+        On the host's clock: when each part began, and when the last one ended.
     """
 
     kind: Kind
@@ -44,6 +46,7 @@ class Iteration:
     strayed: bool = False
     ended: bool = False
     entered: float = 0.0
+    moments: list[float] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -89,10 +92,18 @@ class Iteration:
     def begins(self, call: int, *, forward: bool) -> None:
         """A part begins: take it down, where the iteration is measured and goes as planned.
 
-        What is done between forward and backward, such as a loss, counts to forward.
+        What is done between forward and backward, such as a loss, counts to forward. Where the
+        device is to be held back, it is from here on.
         """
         self.order.append((call, forward))
+        self.moments.append(perf_counter())
         self.sample.mark(Phase.FORWARD if forward else Phase.BACKWARD)
         force = self.kind.force
         if force is not None and len(self.order) <= len(force.drawn.starts):
             self.sample.passed(force.drawn.starts[len(self.order) - 1])
+            self.sample.hold(self.kind.lead(len(self.order) - 1))
+
+    def ends(self) -> None:
+        """Its last part has been issued."""
+        self.ended = True
+        self.moments.append(perf_counter())

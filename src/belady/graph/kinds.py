@@ -14,6 +14,7 @@ from belady.graph.segments import Fuse
 from belady.ir.plan import Plan
 from belady.measure.observe import undisturbed
 from belady.measure.progress import Progress
+from belady.measure.stages import Stage
 
 MAY_BE_OFF = "what is predicted may be off"
 TWICE = (
@@ -21,6 +22,9 @@ TWICE = (
     "and all that may move does: engine='eager' plans it"
 )
 
+# Most that the device is held back for: libraries that look for algorithms, and programs that write
+# a file before they go back, keep the host longer.
+_LEAD_AT_MOST_S = 1.0
 # Calls and backwards of an iteration in order: the number of the call, and whether it is forward.
 Order = tuple[tuple[int, bool], ...]
 
@@ -90,6 +94,8 @@ class Kind(Progress):
         The same, watched, for the iteration whose bytes are counted; only on a CPU.
     doubted
         Whether no plan was found for what was observed, and it is observed once more.
+    moments
+        Of its last iteration under a plan, see `belady.graph.iteration.Iteration`.
     """
 
     graphs: tuple[Captured, ...] = ()
@@ -98,10 +104,20 @@ class Kind(Progress):
     force: Force | None = None
     counting: Force | None = None
     doubted: bool = False
+    moments: Sequence[float] = ()
 
     def same(self, graphs: Sequence[Captured], order: Order) -> bool:
         """Whether an iteration went as this kind goes."""
         return order == self.order and tuple(graphs) == self.graphs
+
+    def lead(self, part: int) -> float:
+        """Seconds by which the host is to be ahead of the device at a part; 0 but for a pace.
+
+        What the host took from there to the next part: so it is ahead until the next one begins.
+        """
+        if self.stage is not Stage.PACED or len(self.moments) <= part + 1:
+            return 0.0
+        return min(self.moments[part + 1] - self.moments[part], _LEAD_AT_MOST_S)
 
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""

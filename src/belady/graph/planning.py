@@ -227,6 +227,7 @@ class Planning:
         place = self._places.under(kind.graphs, drawn.trace, trial.plan, trial.hardware.allocator)
         kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse, place=place)
         kind.begin(trial, drawn.trace, self._carrier)
+        kind.unwatched = fuse is not None and self._carrier.device.type == "cuda"
         if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)
 

@@ -177,7 +177,7 @@ class Session:
             iteration.open.discard(state)
         current = self._iteration
         if current is not None and current is iteration and not (current.open or current.ended):
-            iteration.ended = True
+            iteration.ends()
             self._monitor.end(iteration.sample)
 
     def finish(self) -> None:
@@ -294,6 +294,6 @@ class Session:
             return
         self._recording = not kind.recorded(iteration.sample) and self._recording
         counted, kind.counting = iteration.counted, None
-        peak = 0 if counted is None else counted.peak_bytes
+        peak, kind.moments = 0 if counted is None else counted.peak_bytes, iteration.moments
         if kind.went_as_planned(iteration.sample, peak):
             self._planning.verify(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -101,6 +102,19 @@ def managed_room(trace: Trace, plan: Plan, allocator: Allocator) -> int:
         held += back[at] - left[at]
         most = max(most, held)
     return most
+
+
+def host_room(trace: Trace, plan: Plan) -> tuple[int, Counter[int]]:
+    """Bytes to pin, and the most values of each size that are in managed blocks at once."""
+    length = len(trace.ops)
+    spans = intervals(trace, plan)
+    sizes = {span.nbytes for span in spans if span.managed}
+    blocks: Counter[int] = Counter()
+    for nbytes in sizes:
+        mine = [span for span in spans if span.managed and span.nbytes == nbytes]
+        blocks[nbytes] = max(tier_curve(mine, Tier.HOST, length), default=0) // nbytes
+    pinned = tier_curve([span for span in spans if not span.managed], Tier.HOST, length)
+    return max(pinned, default=0), blocks
 
 
 def tier_curve(

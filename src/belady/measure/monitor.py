@@ -41,7 +41,8 @@ class Sample:
     ``marks`` says when which phase began, after the FORWARD of ``begun``; ``now`` is the clock for
     them, None where they are not taken.
     ``paced`` has the seconds of the ops between two boundaries, without waits, where an engine had
-    a ``pace`` taken.
+    a ``pace`` taken. ``held`` says whether the device was held back meanwhile, so that the host was
+    ahead of it and nothing in ``paced`` waits for the host.
     """
 
     begun: Moment
@@ -61,12 +62,19 @@ class Sample:
     now: Callable[[], Moment] | None = None
     pace: Pace | None = None
     paced: dict[tuple[int, int], float] = field(default_factory=dict)
+    held: bool = False
 
     def passed(self, boundary: int) -> None:
         """The engine got control at a boundary."""
         for events in (self.tape, self.pace):
             if events is not None:
                 events.anchor(boundary)
+
+    def hold(self, seconds: float) -> None:
+        """Hold the device back for so long, where a pace is taken."""
+        if self.pace is not None:
+            self.pace.hold(seconds)
+            self.held = True
 
     def mark(self, phase: Phase) -> None:
         """A phase begins, if it is another than the one under way."""

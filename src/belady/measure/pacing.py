@@ -19,6 +19,8 @@ from belady.simulate.engine import kernel_seconds
 _TOGETHER_S = 2e-4
 # What is too little to correct, of all kernels; and how many times as fast ops can be.
 _AGREES, _FASTEST = 0.01, 4.0
+# How often the seconds of ops follow from those of others.
+_LOOKS = 2
 
 
 class _Stretch(NamedTuple):
@@ -30,19 +32,18 @@ class _Stretch(NamedTuple):
 
 
 class _Work:
-    """What is predicted to go on at each op: its kernels, others, and a device without work."""
+    """What goes on at each op: its own kernels, and what else takes time there.
 
-    def __init__(self, trace: Trace, hardware: HardwareProfile, plan: Plan) -> None:
-        predicted = simulate(trace, hardware, plan)
+    Parameters
+    ----------
+    others
+        Seconds of what else, see `_others`.
+    """
+
+    def __init__(self, trace: Trace, plan: Plan, others: Sequence[float]) -> None:
         self.ops = trace.ops
         self._own = kernel_seconds(trace, plan)
-        self._beside, self._idle = [-own for own in self._own], [0.0] * len(trace.ops)
-        for span in predicted.spans:
-            if span.lane is Lane.COMPUTE and span.op < len(trace.ops):
-                self._beside[span.op] += span.end_s - span.start_s
-        for stall in predicted.stalls:
-            if stall.cause is Cause.HOST and stall.op < len(trace.ops):
-                self._idle[stall.op] += stall.seconds
+        self._others = others
 
     @property
     def seconds(self) -> float:
@@ -54,8 +55,8 @@ class _Work:
         return sum(self._own[it.start : it.stop])
 
     def others(self, it: _Stretch) -> float:
-        """Seconds of what is made again or encoded there, or in which the host is late."""
-        return sum(self._beside[it.start : it.stop]) + sum(self._idle[it.start : it.stop])
+        """Seconds of what else takes time in a stretch."""
+        return sum(self._others[it.start : it.stop])
 
     def is_outside(self, it: _Stretch) -> bool:
         """Whether it is what runs between graphs, of which nothing is known from watching."""
@@ -76,15 +77,46 @@ def with_pace_of(
 
     Parameters
     ----------
+    samples
+        Where the device was held back in some, these alone count.
     slower
         How many times as slow ops can become. A kernel that was watched takes no longer than the
         trace has it: what lasts longer waits for the host, or shares the device with copies.
     """
-    paced = [sample.paced for sample in samples if sample.paced]
-    if trace.device == "cpu" or not paced:
+    if trace.device == "cpu":
         return None
+    taken = [sample for sample in samples if sample.paced]
+    held = [sample for sample in taken if sample.held]
+    paced, found = [sample.paced for sample in held or taken], None
+    # What is made again is of ops before: it is known better once they are.
+    for _ in range(_LOOKS if paced else 0):
+        others = _others(found or trace, hardware, plan, late=not held)
+        found = _at_pace(trace, paced, _Work(trace, plan, others), slower)
+    return found
+
+
+def _others(trace: Trace, hardware: HardwareProfile, plan: Plan, *, late: bool) -> list[float]:
+    """Seconds at each op of what is made again or encoded there, or in which the host is ``late``.
+
+    As predicted.
+    """
+    predicted = simulate(trace, hardware, plan)
+    found = [-own for own in kernel_seconds(trace, plan)]
+    for span in predicted.spans:
+        if span.lane is Lane.COMPUTE and span.op < len(found):
+            found[span.op] += span.end_s - span.start_s
+    for stall in predicted.stalls:
+        if late and stall.cause is Cause.HOST and stall.op < len(found):
+            found[stall.op] += stall.seconds
+    return found
+
+
+def _at_pace(
+    trace: Trace, paced: Sequence[Mapping[tuple[int, int], float]], work: _Work, slower: float
+) -> Trace | None:
+    """The trace with seconds as they were between boundaries; None if they agree."""
     shared = set(paced[0]).intersection(*paced[1:])
-    work, ops, off = _Work(trace, hardware, plan), list(trace.ops), 0.0
+    ops, off = list(trace.ops), 0.0
     for it in _stretches({ends: min(each[ends] for each in paced) for ends in shared}, work):
         own, left = work.own(it), it.seconds - work.others(it)
         if work.is_outside(it):

@@ -2,24 +2,22 @@
 
 A kind is observed twice at the floor (the first iteration of a process times library start-up, and
 creates optimizer state), then planned; the plan settles in one iteration, or in two where it asks
-convolutions for less workspace, is verified in the next ones, and is then left alone, or corrected
-and verified again.
+convolutions for less workspace, in one more shows how fast kernels are that nobody has watched, is
+verified in the next ones, and is then left alone, or corrected and verified again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from belady.ir.curves import managed_room, tier_curve
+from belady.ir.curves import host_room, managed_room
 from belady.ir.legality import check
-from belady.ir.plan import Plan, Workspace
-from belady.ir.residency import intervals
+from belady.ir.plan import Workspace
 from belady.ir.run import Run
 from belady.ir.timeline import Measured
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Trace
 from belady.measure.algorithms import with_beside
 from belady.measure.events import with_events
 from belady.measure.monitor import Sample, summarize
@@ -60,6 +58,10 @@ class Progress:
         Whether an iteration has gone as the plan in force says.
     samples
         Of the iterations that verify the plan in force.
+    paced
+        Of the one before them that showed how fast kernels are, if there was one.
+    unwatched
+        Whether kernels under a plan are others than those that were watched.
     peak_bytes
         Device peak of a watched iteration under the plan, where no allocator counts it.
     deviations
@@ -82,6 +84,8 @@ class Progress:
     tried: list[Trial] = field(default_factory=list)
     begun: bool = False
     samples: list[Sample] = field(default_factory=list)
+    paced: list[Sample] = field(default_factory=list)
+    unwatched: bool = False
     peak_bytes: int = 0
     deviations: int = 0
     observed: int = 0
@@ -155,7 +159,7 @@ class Progress:
         if plan.moves_nothing:
             self._give_up()
         else:
-            pinned, blocks = _host_memory(trace, plan)
+            pinned, blocks = host_room(trace, plan)
             carrier.reserve(pinned)
             before, self.claim = self.claim, carrier.paging.claim(blocks, managed)
             if before is not None:
@@ -164,7 +168,8 @@ class Progress:
         room = trial.room(verdict.peak_bytes, foretold) - managed
         make_room(carrier.device, room)
         self.clear = partial(make_room, carrier.device, room) if room > 0 else _stay
-        self.trial, self.samples, self.begun = trial, [], False
+        self.trial, self.begun = trial, False
+        self.samples, self.paced = [], []
         self.peak_bytes = self.flushed = 0
         self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
 
@@ -189,8 +194,11 @@ class Progress:
                 # Libraries that tried algorithms have left memory in pieces that no later
                 # iteration has a use for.
                 self.clear()
-                self.stage = Stage.VERIFYING
+                self.stage = Stage.PACED if self.unwatched else Stage.VERIFYING
             self.begun = True
+        elif self.stage is Stage.PACED:
+            self.paced = [] if sample.retries else [sample]
+            self.stage = Stage.VERIFYING
         elif self.stage is Stage.VERIFYING:
             if sample.retries and self.flushed < _FLUSHED:
                 self.samples, self.flushed = [], self.flushed + 1
@@ -238,11 +246,14 @@ class Progress:
         """
         if self.trial is None:
             return trace, None
-        measured = summarize(self.samples, self.peak_bytes, defaults)
-        self.trial = verification.verified(self.trial, trace, measured, self.samples)
+        measured, shown = (
+            summarize(self.samples, self.peak_bytes, defaults),
+            self.paced + self.samples,
+        )
+        self.trial = verification.verified(self.trial, trace, measured, shown)
         self.tried.append(self.trial)
         self.stage = Stage.STEADY
-        trace, chosen = verification.chosen(trace, self.tried, self.samples, *numerics)
+        trace, chosen = verification.chosen(trace, self.tried, shown, *numerics)
         return trace, None if chosen is self.trial else chosen
 
     def tighten(
@@ -278,19 +289,6 @@ class Progress:
         plan, hardware = self.trial.plan, self.trial.hardware
         predicted = simulate(trace, hardware, plan)
         return Run(trace, hardware, plan, predicted, self.trial.measured, notes, versions)
-
-
-def _host_memory(trace: Trace, plan: Plan) -> tuple[int, Counter[int]]:
-    """Bytes to pin, and the most values of each size that are in managed blocks at once."""
-    length = len(trace.ops)
-    spans = intervals(trace, plan)
-    sizes = {span.nbytes for span in spans if span.managed}
-    blocks: Counter[int] = Counter()
-    for nbytes in sizes:
-        mine = [span for span in spans if span.managed and span.nbytes == nbytes]
-        blocks[nbytes] = max(tier_curve(mine, Tier.HOST, length), default=0) // nbytes
-    pinned = tier_curve([span for span in spans if not span.managed], Tier.HOST, length)
-    return max(pinned, default=0), blocks
 
 
 def all_kept(kinds: Iterable[Progress]) -> bool | None:

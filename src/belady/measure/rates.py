@@ -34,9 +34,8 @@ _ROUNDS = 2
 _DUPLEX_COPIES = 4
 _ISSUED = 32
 _DISK_SECONDS = 0.4  # no larger copy is tried once the tries took so long
-# The copies of a round wait behind a kernel that only spins, so that they are all issued before
-# the first one starts: 4e6 cycles are 2 ms at 2 GHz.
-_SPIN_CYCLES = 4_000_000
+# The copies of a round wait for so long, so that they are all issued before the first one starts.
+_HOLD_S = 2e-3
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -153,8 +152,7 @@ def _duplex_rate(lanes: Lanes, pairs: dict[Lane, Pair]) -> float:
 
 def _hold(lanes: Lanes) -> tuple[object, Fence]:
     """Mark a start that comes after all copies have been issued; they wait for the fence."""
-    if lanes.device.type == "cuda":
-        torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
+    lanes.hold(_HOLD_S)
     return lanes.tick(), lanes.present()
 
 

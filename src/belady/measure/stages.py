@@ -14,6 +14,7 @@ class Stage(StrEnum):
     WARM = "warm-up"
     TIMED = "observed"
     SETTLING = "first planned"
+    PACED = "paced"
     VERIFYING = "verified"
     STEADY = "steady"
 

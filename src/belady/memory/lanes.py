@@ -17,6 +17,8 @@ from belady.memory.streams import of_thread
 
 Ts = TypeVarTuple("Ts")
 
+# Of a GPU, which are at most about as many.
+_CYCLES_PER_S = 2e9
 # Without the frames of torch.cuda.Event, each of which costs as much as what it calls.
 _Event = torch._C._CudaEventBase
 
@@ -93,6 +95,10 @@ class Lanes(ABC):
         """Block the calling thread until both copy lanes are idle."""
 
     @abstractmethod
+    def hold(self, seconds: float) -> None:
+        """Keep the current compute stream from going on for so long; the host goes on."""
+
+    @abstractmethod
     def tick(self) -> object:
         """Mark a moment of the current compute stream, to be passed to `seconds`."""
 
@@ -130,6 +136,9 @@ class CpuLanes(Lanes):
 
     def drain(self) -> None:
         """Nothing is ever in flight."""
+
+    def hold(self, seconds: float) -> None:
+        """Nothing goes on beside the host."""
 
     def tick(self) -> object:
         """Read the host's clock."""
@@ -197,6 +206,11 @@ class CudaLanes(Lanes):
         """Synchronize both streams."""
         for stream in self._streams.values():
             stream.synchronize()
+
+    def hold(self, seconds: float) -> None:
+        """Put a kernel on the current stream that only spins."""
+        with torch.cuda.device(self._index):
+            torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
 
     def tick(self) -> object:
         """Record a timing event on the current stream."""

@@ -26,6 +26,12 @@ class Pace:
         """Compute was told to wait between two ticks."""
         self._ticks.append((_WAIT, *ends))
 
+    def hold(self, seconds: float) -> None:
+        """Make compute wait for so long, while the host goes on."""
+        begun = self._lanes.tick()
+        self._lanes.hold(seconds)
+        self.waited((begun, self._lanes.tick()))
+
     def seconds(self) -> dict[tuple[int, int], float]:
         """Seconds of the ops between two boundaries, without waits; waits for the device.
 

@@ -77,7 +77,8 @@ def test_what_the_allocator_repeats_gets_more_room_three_times(
     seconds = iter([4.0, 1.0, 3.0, 2.0])
 
     def starved(measured: Measured) -> Measured:
-        return replace(measured, allocation_retries=5, seconds=next(seconds))
+        took = next(seconds)
+        return replace(measured, allocation_retries=5, seconds=took, iterations=(took, took))
 
     kind, run = trained(starved, monkeypatch)
     assert kind.stage is Stage.STEADY

@@ -75,6 +75,22 @@ def test_a_device_without_work_is_no_slow_kernel() -> None:
     assert pace_of(late, plan, gpu(), [paced((0, 2, 2.25), (2, 4, 2.0))]) is None
 
 
+def test_what_a_device_shows_that_was_held_back_is_all_that_counts() -> None:
+    # The host is late, in an iteration that is verified later than it was thought to be.
+    late = trace_of([1.0, 1.0], host_s=2.0)
+    plan = plan_of(late)
+    held = replace(paced((0, 1, 0.5), (1, 2, 1.5)), held=True)
+    for samples in ([held, paced((0, 1, 0.25), (1, 2, 4.0))], [paced((0, 2, 9.0)), held], [held]):
+        assert seconds_with(late, plan, *samples) == [0.5, 1.5]
+
+
+def test_what_is_made_again_takes_what_its_ops_were_seen_to_take() -> None:
+    made_again = plan_of(FOUR, Recompute((0,), 3))
+    # A half of the second then seen is of the first op, and one is left for the last two.
+    both = paced((0, 2, 1.0), (2, 4, 1.5))
+    assert seconds_with(FOUR, made_again, both) == [0.5, 0.5, 0.5, 0.5]
+
+
 def test_what_runs_between_graphs_is_known_from_then_on() -> None:
     ops = trace_of([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]).ops
     trace = replace(FOUR, ops=(*ops[:3], replace(ops[3], phase=Phase.LOSS), *ops[4:]))

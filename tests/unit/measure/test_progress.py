@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -49,10 +50,46 @@ def lean_kind() -> Progress:
     return Progress(Stage.SETTLING, Trial(planned(), HARDWARE, "vdnn_all"))
 
 
+PLAN = plan("baseline", TRACE, HARDWARE, PLENTY)
+
+
+class Shown(Verification):
+    """Notes what it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__(Policy("baseline", PLENTY), HARDWARE)
+
+    def chosen(
+        self, trace: Trace, tried: Sequence[Trial], samples: Sequence[Sample], *numerics: str
+    ) -> tuple[Trace, Trial]:
+        self.samples = samples
+        return trace, tried[-1]
+
+
 def planned() -> Plan:
     made = plan("vdnn_all", TRACE, HARDWARE, BUDGET)
     assert made.workspace is Workspace.MEMORY
     return made
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_kernels_that_nobody_watched_show_their_pace_before_a_plan_is_verified(
+    retries: int,
+) -> None:
+    verified = Sample(0.0, 1.0)
+    paced, verification = Sample(0.0, 3.0, retries=retries, held=True), Shown()
+    kind = Progress(Stage.SETTLING, Trial(PLAN, HARDWARE, "baseline"), unwatched=True)
+    kind.went_as_planned(SAMPLE)
+    assert kind.stage is Stage.PACED
+    assert kind.level(recording=False) == 1
+    assert not kind.went_as_planned(paced)
+    assert kind.stage is Stage.VERIFYING
+    assert [kind.went_as_planned(verified) for _ in range(2)] == [False, True]
+    kind.conclude(verification, TRACE, ())
+    # One in which the allocator flushed its cache shows nothing of kernels.
+    assert verification.samples == [*([] if retries else [paced]), verified, verified]
+    assert kind.measured is not None
+    assert kind.measured.iterations == (1.0, 1.0)
 
 
 def seen() -> Trace:

@@ -39,6 +39,16 @@ def test_a_plan_with_flushes_stays_where_it_is_clearly_faster(flushing: float, s
         assert fastest(order) == pytest.approx(min(1.0, 1.5 * flushing))
 
 
+def test_a_plan_is_as_fast_as_its_iteration_that_was_disturbed_least() -> None:
+    # One iteration of the second waited for a busy host.
+    one, other = tried(1.0), tried(1.2)
+    assert other.measured is not None
+    disturbed = replace(other, measured=replace(other.measured, iterations=(0.9, 1.5)))
+    assert best([one, other]) is one
+    assert best([one, disturbed]) is disturbed
+    assert fastest([one, disturbed]) == 0.9
+
+
 def test_what_is_over_the_budget_stays_only_where_nothing_keeps_to_it() -> None:
     over, flushes, unknown = tried(1.0, reserved=10_001), tried(9.0, 1), Trial(PLAN, gpu(), "floor")
     assert best([over, flushes, unknown]) is flushes

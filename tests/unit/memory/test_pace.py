@@ -14,6 +14,9 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
+    def hold(self, seconds: float) -> None:
+        self.now += seconds
+
     def tick(self) -> object:
         return self.now
 
@@ -40,3 +43,14 @@ def test_waits_are_no_part_of_what_ops_take() -> None:
     pace.waited((7.0, 8.0))
     pace.anchor(9)
     assert pace.seconds() == {(2, 7): 3.5, (7, 9): 1.0}
+
+
+def test_a_device_that_is_held_back_is_as_fast_as_before() -> None:
+    clock = Clock()
+    pace = Pace(cast(Lanes, clock))
+    pace.anchor(0)
+    pace.hold(4.0)
+    clock.now += 1.0
+    pace.anchor(3)
+    assert clock.now == 5.0
+    assert pace.seconds() == {(0, 3): 1.0}
