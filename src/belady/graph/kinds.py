@@ -113,7 +113,8 @@ class Kind(Progress):
     def lead(self, part: int) -> float:
         """Seconds by which the host is to be ahead of the device at a part; 0 but for a pace.
 
-        What the host took from there to the next part: so it is ahead until the next one begins.
+        What the host took from there to the next part: so it is ahead until the next one begins,
+        and as the device is idle before, hardly ever waits for room in its launch queue.
         """
         if self.stage is not Stage.PACED or len(self.moments) <= part + 1:
             return 0.0

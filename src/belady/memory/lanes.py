@@ -96,7 +96,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def hold(self, seconds: float) -> None:
-        """Keep the current compute stream from going on for so long; the host goes on."""
+        """Let the device become idle, and its compute wait for so long; the host goes on."""
 
     @abstractmethod
     def tick(self) -> object:
@@ -208,7 +208,8 @@ class CudaLanes(Lanes):
             stream.synchronize()
 
     def hold(self, seconds: float) -> None:
-        """Put a kernel on the current stream that only spins."""
+        """Put a kernel on the current stream that only spins, once there is nothing else."""
+        torch.cuda.synchronize(self._index)
         with torch.cuda.device(self._index):
             torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
 
