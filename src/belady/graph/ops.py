@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from belady.graph.joint import Step
+from belady.ir.ops import Fusion
 from belady.measure.recipes import IN_PLACE, REPLAYABLE
 from belady.measure.records import draws
 
@@ -35,6 +36,7 @@ _WORDS = (
 )
 # Kernels of libraries, of which a compiler makes calls.
 _ALONE = re.compile(r"convolution|mm\b|mv\b|dot\b|attention|embedding|_foreach|fft|rnn|lstm|gru")
+_NORMS = re.compile(r"^_?native_(batch|layer|group)_norm\w*$(?<!_backward)")
 _SAME_AGAIN = frozenset(f"aten.{w if '.' in w else w + '.default'}" for w in _WORDS.split())
 _REPEATABLE = (REPLAYABLE - IN_PLACE) | _SAME_AGAIN
 
@@ -48,6 +50,18 @@ def is_fused(name: str) -> bool:
     """Whether a compiler makes one kernel of an op with this name and of its neighbours."""
     namespace, _, op = name.partition(".")
     return namespace == "aten" and not _ALONE.search(op)
+
+
+def fusion_of(name: str) -> Fusion:
+    """With which neighbours a compiler surely makes one kernel of an op with this name."""
+    if not is_fused(name):
+        return Fusion.NONE
+    packet, _, overload = name.removeprefix("aten.").partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+    if torch.Tag.pointwise in getattr(op, "tags", ()):
+        return Fusion.AROUND
+    # Of a norm what it reads is read twice, first for the statistics.
+    return Fusion.AFTER if _NORMS.search(packet) else Fusion.NONE
 
 
 def is_random(step: Step) -> bool:

@@ -14,6 +14,7 @@ from belady.graph.bits import Bits
 from belady.graph.capture import Captured
 from belady.graph.doors import fake_value
 from belady.graph.kinds import Force, Kind, all_go_back
+from belady.graph.ops import fusion_of
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
@@ -239,8 +240,11 @@ def _given_bytes(graph: Captured) -> int:
 
 
 def _fused(trace: Trace) -> Trace:
-    """The trace with the seconds of ops as they are inside of fused kernels."""
-    ops = (faster(op, _OF_FUSED) if fuses(op) else op for op in trace.ops)
+    """The trace with ops as they are inside of fused kernels."""
+    ops = (
+        replace(faster(op, _OF_FUSED), fusion=fusion_of(op.name)) if fuses(op) else op
+        for op in trace.ops
+    )
     return replace(trace, ops=tuple(ops))
 
 

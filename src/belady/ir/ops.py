@@ -29,6 +29,14 @@ class Mode(StrEnum):
     COMPILED = "compiled"
 
 
+class Fusion(StrEnum):
+    """With which of its neighbours a compiler surely makes one kernel of an op."""
+
+    NONE = "none"
+    AFTER = "after"
+    AROUND = "around"
+
+
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """One way to run an op: its kernel time and the scratch bytes it takes meanwhile."""
@@ -83,6 +91,9 @@ class Op:
         Whether running it again on the same inputs gives the same bits and touches nothing else.
     shortcut
         A cheaper replay than that, where there is one (a norm whose statistics are saved).
+    fusion
+        With which neighbours it is one kernel, where a compiler makes them: what one of these
+        hands another, and nobody else reads, is written nowhere.
     """
 
     name: str
@@ -103,6 +114,7 @@ class Op:
     algorithms: tuple[Algorithm, ...] = ()
     replayable: bool = False
     shortcut: Replay | None = None
+    fusion: Fusion = Fusion.NONE
 
     @property
     def replay(self) -> Replay:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from belady.errors import PlanMismatchError
 from belady.ir.codecs import passes
 from belady.ir.hardware import Allocator
+from belady.ir.ops import Fusion
 from belady.ir.plan import Encode, Plan, Recompute
 from belady.ir.trace import Trace
 
@@ -87,6 +89,8 @@ def replay_steps(
         read = {trace.values[value].storage for value in again.reads}
         last |= dict.fromkeys(made.keys() & (read | written), place)
     born = made.pop(own, -1)
+    for storage in [it for it in made if _is_inlined(trace, it, decision.ops[made[it] :])]:
+        del made[storage]
     before = sum(place == born and storage < own for storage, place in made.items())
     steps = [
         ReplayStep(
@@ -99,6 +103,25 @@ def replay_steps(
         steps[place].taken.append(block)
         steps[last[storage]].freed.append(block)
     return steps
+
+
+def _is_inlined(trace: Trace, storage: int, ops: Sequence[int]) -> bool:
+    """Whether a compiler writes it nowhere: one op reads it, and it is one kernel with the first.
+
+    Parameters
+    ----------
+    ops
+        Of the replay, from the one on that makes it.
+    """
+    if trace.ops[ops[0]].fusion is Fusion.NONE:
+        return False
+    touched = (
+        {trace.values[value].storage for value in (*again.reads, *again.writes)}
+        for again in (trace.replays[op] for op in ops[1:])
+    )
+    readers = [place for place, storages in enumerate(touched, 1) if storage in storages]
+    between = ops[1 : readers[0] + 1] if len(readers) == 1 else ()
+    return bool(between) and all(trace.ops[op].fusion is Fusion.AROUND for op in between)
 
 
 def chosen_workspaces(trace: Trace, plan: Plan) -> dict[int, int]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from belady.ir.hardware import Allocator
+from belady.ir.ops import Fusion
 from belady.ir.plan import Recompute
 from belady.ir.scratch import replay_bytes, replay_steps
 from belady.ir.trace import Trace
@@ -72,3 +75,41 @@ def test_bytes_that_are_overwritten_are_held_until_the_last_of_their_contents_is
     steps = replay_steps(trace, value, replay, EXACT)
     assert [[n for _, n in step.taken] for step in steps] == [[10], [], []]
     assert [[n for _, n in step.freed] for step in steps] == [[], [], [10]]
+
+
+def fused(trace: Trace, *fusions: Fusion) -> Trace:
+    ops = [replace(op, fusion=it) for op, it in zip(trace.ops, fusions, strict=False)]
+    return replace(trace, ops=(*ops, *trace.ops[len(ops) :]))
+
+
+AFTER, AROUND, NONE = Fusion.AFTER, Fusion.AROUND, Fusion.NONE
+
+
+@pytest.mark.parametrize(
+    ("fusions", "taken", "most"),
+    [
+        ((NONE, NONE, AFTER, AROUND, AROUND), [[10], [], [], []], 10),
+        # What a library makes, or reads, is written; so is what a norm reads, twice.
+        ((AROUND, NONE, AROUND, NONE, AROUND), [[10], [20], [40], []], 60),
+        ((AROUND, AROUND, AFTER, AFTER, AROUND), [[10], [20], [], []], 30),
+    ],
+)
+def test_what_one_kernel_hands_on_is_written_nowhere(
+    fusions: tuple[Fusion, ...], taken: list[list[int]], most: int
+) -> None:
+    trace = fused(line(5, 10, 20, 40, 80), *fusions)
+    value, replay = of_ops(trace, 1, 2, 3, 4)
+    steps = replay_steps(trace, value, replay, EXACT)
+    assert [[n for _, n in step.taken] for step in steps] == taken
+    freed = {block for step in steps for block in step.freed}
+    assert freed == {block for step in steps for block in step.taken}
+    assert replay_bytes(trace, value, replay, EXACT) == most
+
+
+def test_what_two_ops_read_is_written() -> None:
+    trace = fused(line(5, 10, 20, 40), NONE, AROUND, AROUND, AROUND)
+    value, replay = of_ops(trace, 1, 2, 3)
+    both = written(trace, 1), written(trace, 2)
+    ops = [*trace.ops[:3], replace(trace.ops[3], reads=both), *trace.ops[4:]]
+    steps = replay_steps(replace(trace, ops=tuple(ops)), value, replay, EXACT)
+    assert [[n for _, n in step.taken] for step in steps] == [[10], [], []]
