@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import belady
-from belady.ir.trace import Phase
+from belady.ir.trace import Trace
+from belady.measure import verification
 from belady.measure.monitor import Sample
 from tests.support.models import Task
 from tests.support.training import Training, autocast
@@ -29,32 +31,43 @@ def numbers(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.
     return x, wanted
 
 
-def kernel_seconds() -> float:
-    """Of forward and backward, as they are known in the end."""
+def paced(monkeypatch: pytest.MonkeyPatch, late_s: float) -> tuple[float, float]:
+    """Seconds between boundaries, where the device was held back and where not.
+
+    The host is late by some seconds at each boundary.
+    """
+    shown, anchors, known = list[Sample](), set[int](), Sample.passed
+
+    def passed(sample: Sample, boundary: int) -> None:
+        known(sample, boundary)
+        anchors.add(boundary)
+        time.sleep(late_s)
+
+    def noted(trace: Trace, *given: Any) -> Trace | None:
+        shown[:] = given[2]
+        return pace_of(trace, *given)
+
+    pace_of = verification.with_pace_of
     training = Training(Task("layers", layers, numbers, functional.mse_loss), "cuda")
-    # Everything that may move does: there is a boundary at each layer, twice.
-    moving = belady.virtualize(training.models, "16GiB", policy="vdnn_all", engine="inductor")
-    with moving as vm:
-        training.run(autocast, range(8))
-        run = vm.run()
-    assert run is not None
-    assert run.measured is not None
-    assert run.measured.moved
-    return sum(op.device_seconds for op in run.trace.ops if op.phase is not Phase.LOSS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sample, "passed", passed)
+        patch.setattr(verification, "with_pace_of", noted)
+        # Everything that may move does: there is a boundary at each layer, twice.
+        moving = belady.virtualize(training.models, "16GiB", policy="vdnn_all", engine="inductor")
+        with moving:
+            training.run(autocast, range(8))
+    assert len(anchors) >= 2 * LAYERS
+    assert {sample.held for sample in shown} == {False, True}
+    held, others = (
+        min(sum(it.paced.values()) for it in shown if it.held is held) for held in (True, False)
+    )
+    return held, others
 
 
 @pytest.mark.gpu
 def test_a_late_host_makes_no_kernel_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, known, late = kernel_seconds(), Sample.passed, list[int]()
-
-    def passed(sample: Sample, boundary: int) -> None:
-        known(sample, boundary)
-        late.append(boundary)
-        time.sleep(LATE_S)
-
-    monkeypatch.setattr(Sample, "passed", passed)
-    found = kernel_seconds()
-    # Waiting for the host would make of every layer's kernels some of three milliseconds.
-    assert len(set(late)) >= 2 * LAYERS
+    prompt, _ = paced(monkeypatch, 0.0)
+    found, waiting = paced(monkeypatch, LATE_S)
     assert found == pytest.approx(prompt, rel=0.25)
-    assert prompt < LAYERS * LATE_S
+    # Of an iteration in which the device waits for the host nobody could tell.
+    assert waiting > 1.5 * found

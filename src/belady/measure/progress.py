@@ -36,7 +36,7 @@ from belady.simulate.blocks import in_blocks
 _DEVIATIONS = 2
 # Iterations observed of one kind before it is left at the floor.
 _OBSERVED = 12
-# Most iterations under a plan that verify nothing, since the allocator flushed its cache in them.
+# Most iterations that show nothing of a plan, since the allocator flushed its cache in them.
 _FLUSHED = 2
 
 
@@ -196,15 +196,14 @@ class Progress:
                 self.clear()
                 self.stage = Stage.PACED if self.unwatched else Stage.VERIFYING
             self.begun = True
+        elif self.stage is not Stage.STEADY and sample.retries and self.flushed < _FLUSHED:
+            self.samples, self.flushed = [], self.flushed + 1
+            self.clear()
         elif self.stage is Stage.PACED:
             self.paced = [] if sample.retries else [sample]
-            self.stage = Stage.VERIFYING
+            self.stage, self.flushed = Stage.VERIFYING, 0
         elif self.stage is Stage.VERIFYING:
-            if sample.retries and self.flushed < _FLUSHED:
-                self.samples, self.flushed = [], self.flushed + 1
-                self.clear()
-            else:
-                self.samples.append(sample)
+            self.samples.append(sample)
             return len(self.samples) == VERIFIED
         return False
 
