@@ -71,8 +71,8 @@ class Sample:
                 events.anchor(boundary)
 
     def hold(self, seconds: float) -> None:
-        """Hold the device back for so long, where a pace is taken."""
-        if self.pace is not None:
+        """Hold the device back for so long, where a pace is taken and it is to be."""
+        if self.pace is not None and seconds > 0:
             self.pace.hold(seconds)
             self.held = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from belady.measure.monitor import Sample
 from belady.memory.lanes import Lanes
 from belady.memory.pace import Pace
 
@@ -13,9 +14,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.holds: list[float] = []
 
     def hold(self, seconds: float) -> None:
         self.now += seconds
+        self.holds.append(seconds)
 
     def tick(self) -> object:
         return self.now
@@ -54,3 +57,16 @@ def test_a_device_that_is_held_back_is_as_fast_as_before() -> None:
     pace.anchor(3)
     assert clock.now == 5.0
     assert pace.seconds() == {(0, 3): 1.0}
+
+
+def test_only_what_is_to_be_held_back_is() -> None:
+    clock = Clock()
+    sample = Sample(0.0, pace=Pace(cast(Lanes, clock)))
+    for held in (sample, Sample(0.0)):
+        held.hold(0.0)
+        assert not held.held
+    Sample(0.0).hold(2.0)
+    assert clock.holds == []
+    sample.hold(2.0)
+    assert sample.held
+    assert clock.holds == [2.0]
