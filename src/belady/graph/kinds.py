@@ -114,11 +114,13 @@ class Kind(Progress):
         """Seconds by which the host is to be ahead of the device at a part; 0 but for a pace.
 
         What the host took from there to the next part: so it is ahead until the next one begins,
-        and as the device is idle before, hardly ever waits for room in its launch queue.
+        and as the device is idle before, hardly ever waits for room in its launch queue. The most
+        where that is not known, as of a forward whose backward did not come.
         """
-        if self.stage is not Stage.PACED or len(self.moments) <= part + 1:
+        if self.stage is not Stage.PACED:
             return 0.0
-        return min(self.moments[part + 1] - self.moments[part], _LEAD_AT_MOST_S)
+        took = (end - self.moments[part] for end in self.moments[part + 1 : part + 2])
+        return min([_LEAD_AT_MOST_S, *took])
 
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""

@@ -103,6 +103,11 @@ class Planning:
         """Whether the policy makes values again."""
         return POLICIES[self._policy.name].recomputes
 
+    @property
+    def unwatched(self) -> bool:
+        """Whether kernels under a plan are others than those that are watched."""
+        return self._inductor is not None and self._carrier.device.type == "cuda"
+
     def _numerics(self, kind: Kind) -> tuple[str, ...]:
         """What can change a bit besides the settings of a plan."""
         kernels = () if self._inductor is None else ("inductor",)
@@ -228,7 +233,6 @@ class Planning:
         place = self._places.under(kind.graphs, drawn.trace, trial.plan, trial.hardware.allocator)
         kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse, place=place)
         kind.begin(trial, drawn.trace, self._carrier)
-        kind.unwatched = fuse is not None and self._carrier.device.type == "cuda"
         if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)
 

@@ -253,7 +253,7 @@ class Session:
         return unmanaged(self.reasons)
 
     def _begin(self, graph: Captured) -> Iteration:
-        kind = self._kinds.setdefault(graph, Kind())
+        kind = self._kinds.setdefault(graph, Kind(unwatched=self._planning.unwatched))
         if kind.starved:
             self._planning.tighten(kind)
         watched = counted = None
@@ -294,6 +294,7 @@ class Session:
             return
         self._recording = not kind.recorded(iteration.sample) and self._recording
         counted, kind.counting = iteration.counted, None
-        peak, kind.moments = 0 if counted is None else counted.peak_bytes, iteration.moments
+        kind.moments = iteration.moments
+        peak = 0 if counted is None else counted.peak_bytes
         if kind.went_as_planned(iteration.sample, peak):
             self._planning.verify(kind)

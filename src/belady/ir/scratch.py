@@ -80,17 +80,19 @@ def replay_steps(
     trace: Trace, index: int, decision: Recompute, allocator: Allocator
 ) -> list[ReplayStep]:
     """What the replay of value ``index`` takes and gives back, op by op."""
-    own, last, made = trace.values[index].storage, dict[int, int](), dict[int, int]()
+    own, made = trace.values[index].storage, dict[int, int]()
+    touched: dict[int, list[int]] = {}
     for place, op in enumerate(decision.ops):
         again = trace.replays[op]
         written = {trace.values[value].storage for value in again.writes}
         for storage in sorted(written):
             made.setdefault(storage, place)
         read = {trace.values[value].storage for value in again.reads}
-        last |= dict.fromkeys(made.keys() & (read | written), place)
+        for storage in made.keys() & (read | written):
+            touched.setdefault(storage, []).append(place)
     born = made.pop(own, -1)
-    for storage in [it for it in made if _is_inlined(trace, it, decision.ops[made[it] :])]:
-        del made[storage]
+    fusions = [trace.ops[op].fusion for op in decision.ops]
+    made = {it: at for it, at in made.items() if not _is_inlined(fusions, touched[it])}
     before = sum(place == born and storage < own for storage, place in made.items())
     steps = [
         ReplayStep(
@@ -101,27 +103,27 @@ def replay_steps(
     for storage, place in made.items():
         block = storage, allocator.held(trace.storages[storage].nbytes)
         steps[place].taken.append(block)
-        steps[last[storage]].freed.append(block)
+        steps[touched[storage][-1]].freed.append(block)
     return steps
 
 
-def _is_inlined(trace: Trace, storage: int, ops: Sequence[int]) -> bool:
-    """Whether a compiler writes it nowhere: one op reads it, and it is one kernel with the first.
+def _is_inlined(fusions: Sequence[Fusion], touched: Sequence[int]) -> bool:
+    """Whether a compiler writes a storage nowhere: one op reads it, in the kernel that makes it.
 
     Parameters
     ----------
-    ops
-        Of the replay, from the one on that makes it.
+    fusions
+        Of the ops of a replay.
+    touched
+        Which of them make it, read it or write to it, in order.
     """
-    if trace.ops[ops[0]].fusion is Fusion.NONE:
-        return False
-    touched = (
-        {trace.values[value].storage for value in (*again.reads, *again.writes)}
-        for again in (trace.replays[op] for op in ops[1:])
+    makes, *others = touched
+    between = fusions[makes + 1 : touched[-1] + 1]
+    return (
+        len(others) == 1
+        and fusions[makes] is not Fusion.NONE
+        and all(fusion is Fusion.AROUND for fusion in between)
     )
-    readers = [place for place, storages in enumerate(touched, 1) if storage in storages]
-    between = ops[1 : readers[0] + 1] if len(readers) == 1 else ()
-    return bool(between) and all(trace.ops[op].fusion is Fusion.AROUND for op in between)
 
 
 def chosen_workspaces(trace: Trace, plan: Plan) -> dict[int, int]:

@@ -245,10 +245,8 @@ class Progress:
         """
         if self.trial is None:
             return trace, None
-        measured, shown = (
-            summarize(self.samples, self.peak_bytes, defaults),
-            self.paced + self.samples,
-        )
+        measured = summarize(self.samples, self.peak_bytes, defaults)
+        shown = self.paced + self.samples
         self.trial = verification.verified(self.trial, trace, measured, shown)
         self.tried.append(self.trial)
         self.stage = Stage.STEADY
