@@ -11,7 +11,7 @@ import belady
 from belady.graph.kinds import Kind
 from belady.graph.planning import Planning
 from belady.measure.stages import Stage
-from belady.memory.lanes import CpuLanes
+from belady.memory.pace import Pace
 from tests.support.models import CNN
 from tests.support.training import Training, plain, repeatable
 
@@ -28,7 +28,7 @@ def test_each_part_of_one_iteration_is_held_back(
     unwatched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[float] = []
-    monkeypatch.setattr(CpuLanes, "hold", lambda lanes, seconds: held.append(seconds))
+    monkeypatch.setattr(Pace, "hold", lambda pace, seconds: held.append(seconds))
     monkeypatch.setattr(Planning, "unwatched", unwatched)
     training, counts = Training(CNN), list[int]()
     with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
