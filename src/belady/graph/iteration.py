@@ -100,8 +100,9 @@ class Iteration:
         self.sample.mark(Phase.FORWARD if forward else Phase.BACKWARD)
         force = self.kind.force
         if force is not None and len(self.order) <= len(force.drawn.starts):
-            self.sample.passed(force.drawn.starts[len(self.order) - 1])
+            # First: what the host then takes to note the boundary is within its lead.
             self.sample.hold(self.kind.lead(len(self.order) - 1))
+            self.sample.passed(force.drawn.starts[len(self.order) - 1])
 
     def ends(self) -> None:
         """Its last part has been issued."""
