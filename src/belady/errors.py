@@ -24,6 +24,8 @@ Errors of the user's own code are never wrapped: they come out as they went in.
 
 from __future__ import annotations
 
+import functools
+
 
 class BeladyError(Exception):
     """Base class of all errors raised by belady."""
@@ -63,6 +65,18 @@ class InfeasibleBudgetError(BeladyError):
             f"{needed_bytes} bytes at once; the smallest feasible budget of this policy is "
             f"{smallest_bytes} bytes"
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """What another process makes it from, which has no use for the message alone."""
+        made = functools.partial(
+            type(self),
+            needed_bytes=self.needed_bytes,
+            budget_bytes=self.budget_bytes,
+            smallest_bytes=self.smallest_bytes,
+            op=self.op,
+            module=self.module,
+        )
+        return made, (), self.__dict__
 
 
 class DocumentError(BeladyError, ValueError):

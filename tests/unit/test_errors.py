@@ -47,6 +47,16 @@ def test_infeasible_budget_says_what_to_do() -> None:
         assert part in str(error)
 
 
+def test_infeasible_budget_reaches_another_process() -> None:
+    error = errors.InfeasibleBudgetError(
+        needed_bytes=300, budget_bytes=200, smallest_bytes=310, op="conv", module="net.0"
+    )
+    error.add_note("why")
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is errors.InfeasibleBudgetError
+    assert (str(found), vars(found)) == (str(error), vars(error))
+
+
 @pytest.mark.parametrize("name", sorted(set(CLASSES) - {"InfeasibleBudgetError"}))
 def test_others_carry_one_message_and_pickle(name: str) -> None:
     error = pickle.loads(pickle.dumps(CLASSES[name]("what was found")))
