@@ -123,7 +123,7 @@ def _draw(drawn: Mapping[Path, list[Record]]) -> None:
     for path, of in drawn.items():
         path.parent.mkdir(exist_ok=True)
         points = plot.points(of)
-        figure = frontier(points, looks=plot.LOOKS)
+        figure = frontier(points, columns=2, looks=plot.LOOKS)
         save_figure(figure, path, description=plot.described(points))
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Inches; by columns of a page.
 WIDTHS = {1: 3.4, 2: 7.0}
+# A line of a legend, by its size of letters and the space between two.
+_LINE_INCHES = 0.135
 
 BLACK, _GREY = "#000000", "#999999"
 _ORANGE, _SKY, _GREEN = "#E69F00", "#56B4E9", "#009E73"
@@ -181,7 +183,10 @@ def logarithmic(axes: Axes, bottom: float, top: float) -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None:
-    """Name what is drawn, above the axes, where it hides nothing, in as many columns as fit."""
+    """Name what is drawn, above the axes, where it hides nothing, in as many columns as fit.
+
+    The figure becomes higher by as much, so that the axes stay as they are.
+    """
     fitting = [
         columns
         for columns in range(1, len(names) + 1)
@@ -191,6 +196,7 @@ def legend(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None
         lines = -(-len(names) // max(fitting, default=1))
         even = -(-len(names) // lines)
         figure.legend(handles, names, loc="outside upper center", ncols=even)
+        figure.set_figheight(figure.get_figheight() + lines * _LINE_INCHES)
 
 
 def _legend_inches(names: Sequence[str], columns: int) -> float:

@@ -89,7 +89,7 @@ def frontier(
         raise ValueError("no point to draw: give at least one with finite seconds")
     scale, unit = ink.unit(max(point.nbytes for point in drawn))
     with _matplotlib():
-        figure = _figure(columns, 2.3 + 0.4 * columns)
+        figure = _figure(columns, 1.9 + 0.4 * columns)
         axes = figure.subplots()
         top = 1.08 * max(point.seconds for point in drawn) * 1e3 or 1.0
         _draw(axes, series, (scale, top), looks or {})
@@ -154,7 +154,7 @@ def memory(run: Run, *, columns: int = 1) -> Figure:
     # A budget far above all that is held would press everything else to the ground.
     scale, unit = ink.unit(max(tallest, budget if budget <= 2 * tallest else 0))
     with _matplotlib():
-        figure = _figure(columns, 2.0 + 0.25 * columns)
+        figure = _figure(columns, 1.65 + 0.25 * columns)
         axes = figure.subplots()
         ink.phase_bands(axes, phases(run.trace))
         for name, found in held.items():
@@ -197,7 +197,7 @@ def timeline(run: Run, *, columns: int = 1) -> Figure:
         drawn.append((f"measured{took}", rows(run, seen)))
     heights = [max(1, len(found)) for _, found in drawn]
     with _matplotlib():
-        figure = _figure(columns, 0.75 + 0.19 * sum(heights) + 0.2 * len(drawn))
+        figure = _figure(columns, 0.6 + 0.19 * sum(heights) + 0.2 * len(drawn))
         panels = figure.subplots(len(drawn), sharex=True, squeeze=False, height_ratios=heights)
         for axes, (title, found) in zip(panels[:, 0], drawn, strict=True):
             ink.lanes(axes, found)
@@ -257,7 +257,7 @@ def _matplotlib() -> Iterator[None]:
 
 
 def _figure(columns: int, height: float) -> Figure:
-    """An empty figure, ``height`` inches high; no window, whatever the backend."""
+    """An empty figure, ``height`` inches high without a legend; no window, whatever the backend."""
     from matplotlib.figure import Figure
 
     if columns not in ink.WIDTHS:

@@ -118,6 +118,18 @@ def test_legends_stay_on_the_page(tmp_path: Path) -> None:
 # The frontier.
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+def test_many_names_leave_the_axes_their_room(columns: int) -> None:
+    heights = []
+    for names in (3, 16):
+        points = [Point(f"a method of which {n:02}", GIB, 1.0, Kind.PEER) for n in range(names)]
+        figure = frontier(points, columns=columns)
+        figure.draw_without_rendering()
+        share = figure.axes[0].get_position().height
+        heights.append(share * figure.get_figheight())
+    assert heights[1] == pytest.approx(heights[0], rel=0.1)
+
+
 def test_frontier_joins_the_points_of_a_method_in_order_of_bytes() -> None:
     axes = frontier([POINTS[1], POINTS[0], POINTS[2]]).axes[0]
     ours, peer = axes.get_lines()
