@@ -129,7 +129,11 @@ class Immediate:
     def _content(self, tensor: torch.Tensor) -> Moved | Packed | None:
         storage = tensor.untyped_storage()
         start, stop = _extent(tensor, storage.nbytes())
-        key = (storage._cdata, tensor._version, start, stop, tensor.dtype)
+        # A version says nothing of tensors that count theirs by themselves, as the parts that
+        # `torch.unsafe_chunk` gives, which cells of LSTMs then write one by one.
+        counts = tensor if tensor._base is None else tensor._base
+        version = (tensor._version, counts.storage_offset(), counts.shape, counts.stride())
+        key = (storage._cdata, version, start, stop, tensor.dtype)
         # A leaf's memory may be the user's, who can refill it between two saves without torch
         # seeing it: each of its saves gets bytes of its own.
         known = None if tensor.is_leaf else self._live.get(key)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import (
@@ -65,7 +66,8 @@ class Tracker:
         self._stepped = False
         self._over = False
         self._thread = 0
-        self._owned: dict[int, tuple[Any, bool]] = {}
+        # By optimizer, not by its address, at which another one may be made.
+        self._owned = WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, bool]]()
 
     def add(self, module: torch.nn.Module) -> bool:
         """Follow ``module`` from its next call on; False when it is followed already."""
@@ -250,12 +252,12 @@ class Tracker:
         return not self._stepped and not self._whole and key in iteration.passes
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        known = (id(optimizer), len(optimizer.param_groups), len(self.roots))
-        if self._owned.get(id(optimizer), (None, False))[0] != known:
+        known = (len(optimizer.param_groups), len(self.roots))
+        if self._owned.get(optimizer, (None, False))[0] != known:
             ours = {id(p) for root in self.roots for p in root.parameters()}
             owned = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-            self._owned[id(optimizer)] = (known, owned)
-        return self._owned[id(optimizer)][1]
+            self._owned[optimizer] = (known, owned)
+        return self._owned[optimizer][1]
 
     def _finish(self) -> None:
         iteration, self._iteration = self._iteration, None

@@ -41,8 +41,10 @@ def breaks(note: Callable[[list[str]], None]) -> Iterator[None]:
 
 
 def why_not(error: BaseException) -> str:
-    """What an error of Dynamo's says, and where."""
-    return _at(_first_line(str(error)), getattr(error, "real_stack", None) or ())
+    """What an error of Dynamo's says, and where; of a backend's, what that one raised."""
+    inner = getattr(error, "inner_exception", None)
+    said = str(error) if inner is None else f"{type(inner).__name__}: {inner}"
+    return _at(_first_line(said), getattr(error, "real_stack", None) or ())
 
 
 def _counted() -> Counter[str]:

@@ -22,6 +22,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.errors import TraceError
@@ -62,7 +63,8 @@ beneath_functions = torch._C.DisableTorchFunction
 _AUTOGRAD = torch._C.DispatchKey.Autograd
 _VERSION_KEYS = {_AUTOGRAD, torch._C.DispatchKey.CompositeImplicitAutograd}
 
-NotCaptured = TorchDynamoException, FailOnRecompileLimitHit
+# The last is what a branch on a size that data decides ends in, where nothing may break the graph.
+NotCaptured = TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode
 
 Runner = Callable[[list[Any]], Any]
 
