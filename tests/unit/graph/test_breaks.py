@@ -65,6 +65,27 @@ class Branch(Layer):
         return x
 
 
+class Decided(Layer):
+    """Whole graphs may have sizes that data decides, and no branches on them."""
+
+    below = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        some = x[x > 0]
+        if some.numel():
+            x = x + some.sum()
+        return x
+
+
+class Sized(Layer):
+    """A size that data decides, which graphs of ours do not have; who refuses it knows no place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x + x[x > 0].sum()
+
+
 class InTorch(Layer):
     below = 1
 
@@ -125,9 +146,15 @@ def test_what_has_no_place_is_said_too() -> None:
     assert note.startswith("Dynamo recompile limit exceeded")
 
 
-@pytest.mark.parametrize("make", [Loop, Guarded, Branch, InTorch])
+@pytest.mark.parametrize("make", [Loop, Guarded, Branch, Decided, InTorch])
 def test_auto_says_where_it_came_to_the_eager_engine(make: type[Layer]) -> None:
     model = make()
     (note,) = said(model, "auto")
     assert note.startswith("engine='eager', since a call could not be captured as a whole: ")
     assert note.endswith(model.place())
+
+
+def test_auto_says_what_a_graph_is_refused_for() -> None:
+    (note,) = said(Sized(), "auto")
+    assert "TraceError: aten." in note
+    assert note.endswith("gives a tensor whose size is not fixed")
