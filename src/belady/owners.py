@@ -21,8 +21,13 @@ def taken(module: nn.Module, owner: weakref.finalize[..., Any]) -> Iterator[None
     Raises
     ------
     ValueError
-        If it belongs to another that is open.
+        If it belongs to another that is open, or this one is closed.
     """
+    if not owner.alive:
+        raise ValueError(
+            "this VirtualMemory is closed: make another one, by belady.virtualize, for the "
+            f"{type(module).__name__}"
+        )
     if _is_anothers(module, owner):
         # One that was dropped is closed when it is collected; nobody could close it any more.
         gc.collect()

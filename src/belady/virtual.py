@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -93,8 +93,9 @@ def virtualize(
     is refused with `InfeasibleBudgetError` inside the first call, before anything runs.
     """
     limits = Limits(budget, host_budget, disk_budget, spill_dir, policy, exact, engine)
-    given = [models] if isinstance(models, torch.nn.Module) else list(models)
-    return VirtualMemory(given, limits)
+    if isinstance(models, torch.nn.Module) or not isinstance(models, Iterable):
+        models = [models]
+    return VirtualMemory(list(models), limits)
 
 
 class VirtualMemory:

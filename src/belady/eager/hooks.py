@@ -30,6 +30,16 @@ def aside_from_compile(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return left
 
 
+def tell(error: BaseException) -> None:
+    """Add to torch's error what to do, where something in a forward takes no such hooks; once."""
+    if "saved tensor hooks" in str(error) and not getattr(error, "__notes__", ()):
+        error.add_note(
+            "belady: engine='eager' manages what autograd saves by these hooks, which torch.func's "
+            "gradients do not take; engine='graph' has none, and captures such a forward if "
+            "torch.compile can"
+        )
+
+
 class HookPair:
     """A pair that can be put on the stack of this thread and taken off again, whatever the order.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,8 +52,13 @@ class Limits:
         ------
         ValueError
             If there is such a thing.
+        TypeError
+            If ``spill_dir`` is no path.
         """
-        if self.policy not in POLICIES:
+        if self.spill_dir is not None and not isinstance(self.spill_dir, str | os.PathLike):
+            given = type(self.spill_dir).__name__
+            raise TypeError(f"spill_dir must be the path of a folder, not {given}")
+        if self.policy not in tuple(POLICIES):
             raise ValueError(f"unknown policy {self.policy!r}: one of {', '.join(POLICIES)}")
         if self.engine not in ENGINES:
             raise ValueError(f"unknown engine {self.engine!r}: one of {', '.join(ENGINES)}")

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from belady.eager import hooks
 from belady.eager.callbacks import Callback, Untraced
 from belady.eager.conductor import Conductor
 from belady.eager.iteration import Iteration
@@ -222,6 +223,7 @@ class Tracker:
         if isinstance(error, torch.OutOfMemoryError):
             self.starved(error)
         elif error is not None:
+            hooks.tell(error)
             self._abort()
         elif self._iteration is not None:
             self._iteration.leave()

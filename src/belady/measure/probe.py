@@ -35,7 +35,7 @@ from belady.measure.rates import (
 )
 from belady.memory.disk import DiskStore
 from belady.memory.driver import CudaDriver
-from belady.memory.files import Files, check_folder
+from belady.memory.files import Files, SpillFile, check_folder
 from belady.memory.lanes import lanes_for, resolve
 from belady.memory.slab import HostArena
 
@@ -99,7 +99,11 @@ def probe(
 
 def _spill_folder(given: str | None) -> str | None:
     try:
-        return check_folder(given, Files(), allow_ram=False)
+        folder = check_folder(given, Files(), allow_ram=False)
+        if given is not None:
+            # Whether a file can be made there: by itself the folder may pass, and there is no disk.
+            SpillFile(folder, Files()).close()
+        return folder
     except SpillError:
         if given is not None:
             raise

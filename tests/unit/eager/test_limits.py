@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import belady
 from belady.eager.limits import refuse_infeasible
-from belady.errors import InfeasibleBudgetError
+from belady.errors import InfeasibleBudgetError, SpillError
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
 from belady.measure.held import with_state
@@ -50,3 +52,34 @@ def test_the_largest_peak_of_a_budget_is_just_within_it(settled: int, fraction: 
         peak = allocator.peak_within(budget)
         assert allocator.budget_for(peak) <= budget < allocator.budget_for(peak + 1)
         assert allocator.budget_for(peak) >= peak + 64
+
+
+@pytest.mark.parametrize("given", [None, 5, "net", [None]], ids=repr)
+def test_what_is_no_model_is_named(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"models must be torch\.nn\.Module, not "):
+        belady.virtualize(given, "1GiB")
+
+
+def test_options_of_another_type_are_named() -> None:
+    model: Any = nn.Linear(2, 2)
+    wrong: Any = 5
+    with pytest.raises(TypeError, match="spill_dir must be the path of a folder, not int"):
+        belady.virtualize(model, "1GiB", spill_dir=wrong)
+    wrong = ["auto"]
+    with pytest.raises(ValueError, match=r"unknown policy \['auto'\]: one of "):
+        belady.virtualize(model, "1GiB", policy=wrong)
+
+
+def test_nothing_is_added_to_what_is_closed() -> None:
+    with belady.virtualize(nn.Linear(2, 2), "1GiB") as vm:
+        pass
+    late = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="this VirtualMemory is closed: make another one"):
+        vm.add(late)
+    assert not late._forward_pre_hooks
+
+
+def test_a_folder_in_which_no_file_can_be_made_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with belady.virtualize(model, "1GiB", spill_dir="/proc") as _, pytest.raises(SpillError):
+        model(torch.randn(2, 2))
