@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
-import runpy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from types import TracebackType
@@ -20,6 +16,7 @@ import torch
 from torch._dynamo.eval_frame import skip_code
 from torch.utils._pytree import tree_iter
 
+from belady import script
 from belady.eager.limits import Limits
 from belady.errors import BeladyError, StaleValueError, TraceError
 from belady.measure.stats import IterationStats
@@ -94,7 +91,10 @@ def run_script(
     ValueError
         If a policy or an engine is unknown, or the two do not go together; nothing has run then.
     """
-    with _as_main(path, arguments, options.module) as execute, _Roots(options, progress) as roots:
+    with (
+        script.as_main(path, arguments, options.module) as execute,
+        _Roots(options, progress) as roots,
+    ):
         code = _exit_code(execute)
     return Launched(code, roots.vm if roots.found else None)
 
@@ -192,39 +192,6 @@ def _is_root(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> b
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs)
 
 
-@contextmanager
-def _as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[Callable[[], object]]:
-    """Set ``sys.argv`` and ``sys.path`` as python does; gives what runs the script."""
-    argv, search, entries = sys.argv, sys.path, list(sys.path)
-    if not module and not os.path.isdir(path):
-        open(path, "rb").close()  # now, so that its absence is not taken for the script's error
-    try:
-        sys.argv = [path, *arguments]
-        sys.path[:1] = [os.getcwd() if module else _folder(path)]
-        if module:
-            _require_module(path)
-            yield lambda: runpy.run_module(path, run_name="__main__", alter_sys=True)
-        else:
-            yield lambda: runpy.run_path(path, run_name="__main__")
-    finally:
-        sys.argv, sys.path = argv, search
-        sys.path[:] = entries
-
-
-def _folder(path: str) -> str:
-    real = os.path.realpath(path)
-    return real if os.path.isdir(real) else os.path.dirname(real)
-
-
-def _require_module(name: str) -> None:
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        raise FileNotFoundError(f"module {name!r} cannot be found: {error}") from error
-    if found is None:
-        raise FileNotFoundError(f"there is no module {name!r}")
-
-
 def _exit_code(execute: Callable[[], object]) -> int:
     """Run the script and say what python would exit with."""
     try:
@@ -278,7 +245,7 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _runs(trace: TracebackType) -> bool:
-    return _module_of(trace) in (__name__, "runpy")
+    return _module_of(trace) in (__name__, script.__name__, "runpy")
 
 
 def _module_of(trace: TracebackType) -> Any:

@@ -131,6 +131,20 @@ def test_script_sees_itself_as_main_and_all_is_put_back(
     assert before[2] is after[2]
 
 
+def test_what_the_script_is_called_is_absolute(
+    script: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = script("import sys; print(sys.argv[0], __file__); raise ValueError", "it.py")
+    monkeypatch.chdir(tmp_path)
+    assert launch("it.py").exit_code == 1
+    out, err = capsys.readouterr()
+    assert out == f"it.py {path}\n"
+    assert f'File "{path}", line 1' in err
+
+
 def test_module(
     script: Script,
     tmp_path: Path,

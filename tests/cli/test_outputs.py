@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from belady.cli.show import show_line, show_table
 from belady.ir.files import load, save
 from belady.ir.run import Run
 from tests.cli.support import FakeMemory, a_run, belady, documents
@@ -98,3 +101,16 @@ def test_a_script_that_goes_elsewhere_does_not_take_the_output_along(
     kind = Run if arguments[0] == "run" else type(a_run().trace)
     assert load(kind, folder / "out.json")
     assert not list((folder / "elsewhere").iterdir())
+
+
+def test_what_a_stream_has_no_letters_for_is_shown_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    show_line("12 µs in Größe")
+    show_table("µ", ["name", "time"], [["ö", "3 µs"]])
+    shown = written.getvalue().decode("ascii")
+    assert "12 us in Gr\\xf6\\xdfe\n" in shown
+    assert "\\xf6" in shown
+    assert "3 us" in shown

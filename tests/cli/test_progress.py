@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -98,3 +100,33 @@ def test_what_is_logged_is_said_until_it_is_closed(live: bool, monkeypatch: Any)
     assert text.index("iteration 1 ") < text.index("belady: planning 7 ops")
     assert "unheard" not in text
     assert "nothing" not in text
+
+
+class Full(io.StringIO):
+    """A log on a disk that is full, or whose reader is gone."""
+
+    def __init__(self, live: bool, error: OSError) -> None:
+        super().__init__()
+        self._live, self._error = live, error
+
+    def isatty(self) -> bool:
+        return self._live
+
+    def write(self, text: str) -> int:
+        raise self._error
+
+
+FULL, GONE = OSError(errno.ENOSPC, "No space left"), BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize(
+    "stderr", [None, *(Full(*it) for it in product((True, False), (FULL, GONE)))]
+)
+def test_what_cannot_be_said_ends_no_training(stderr: Full | None, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with Progress() as progress:
+        progress(Stats(1))
+        logging.getLogger("belady").info("planning")
+        progress(Stats(2))
+    assert sys.stderr is stderr

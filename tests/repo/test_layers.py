@@ -28,6 +28,7 @@ LAYERS = [
     "sections ordered",
     "eager graph",
     "virtual",
+    "script",
     "launch",
     "demo distributed integrations",
     "cli",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
 from belady.cli.options import NO_LIMIT
-from belady.cli.show import note
+from belady.cli.show import Notes, note
 from belady.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:
@@ -52,13 +52,14 @@ class _LiveLine:
     """One line at the bottom of the terminal, written over and over."""
 
     def __init__(self) -> None:
-        self._console = Console(file=sys.stderr, highlight=False)
+        self._console = Notes()
+        self._console.file = sys.stderr
         self._streams = (sys.stdout, sys.stderr)
         self._shown = False
         self.hidden = False
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream.isatty():
+            if stream is not None and stream.isatty():
                 setattr(sys, name, _Shared(stream, self))
 
     def show(self, text: str) -> None:
@@ -86,7 +87,9 @@ class Progress(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self._line = _LiveLine() if sys.stderr.isatty() else None
+        # There is none where it was closed before.
+        shown = sys.stderr is not None and sys.stderr.isatty()
+        self._line = _LiveLine() if shown else None
         self._phase = ""
         self._spoke = 0.0
         self._unsaid: IterationStats | None = None
@@ -103,7 +106,7 @@ class Progress(logging.Handler):
         if self._line is not None:
             self._line.close()
         if self._unsaid is not None:
-            note(_describe(self._unsaid))
+            self._note(_describe(self._unsaid))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show one message."""
@@ -116,13 +119,19 @@ class Progress(logging.Handler):
         if self._line is not None:
             self._say(_describe(stats))
         elif stats.phase != self._phase or now - self._spoke >= _PLAIN_EVERY_S:
-            note(_describe(stats))
+            self._note(_describe(stats))
             self._phase, self._spoke, self._unsaid = stats.phase, now, None
 
     def _say(self, text: str) -> None:
-        if self._line is not None:
+        if self._line is None:
+            self._note(text)
+            return
+        with suppress(OSError):
             self._line.show(f"belady: {printable(text)}")
-        else:
+
+    def _note(self, text: str) -> None:
+        # A full disk or a reader that is gone ends nobody's training.
+        with suppress(OSError):
             note(text)
 
 

@@ -13,14 +13,32 @@ from belady.ir.files import dumps
 from belady.units import printable
 
 
+class Notes(Console):
+    """Stderr; where its reader is gone nothing more is said, and rich does not end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing from now on."""
+        self.quiet = True
+
+
 def note(text: str) -> None:
     """Write ``belady: text`` on stderr."""
-    Console(stderr=True).print(Text(f"belady: {printable(text)}"), soft_wrap=True)
+    Notes().print(Text(f"belady: {printable(text)}"), soft_wrap=True)
 
 
 def show_line(text: str) -> None:
     """Write one line on stdout."""
-    Console().print(Text(printable(text)), soft_wrap=True)
+    console = Console()
+    console.print(_shown(text, console), soft_wrap=True)
+
+
+def _shown(text: str, console: Console) -> Text:
+    """What is safe to show, in letters that the stream has."""
+    known = printable(text).replace("µ", "u") if console.options.ascii_only else printable(text)
+    return Text(known.encode(console.encoding, "backslashreplace").decode(console.encoding))
 
 
 def show_document(document: object) -> None:
@@ -30,9 +48,10 @@ def show_document(document: object) -> None:
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Write a table on stdout; the first column is flush left, the others right."""
-    table = Table(title=Text(printable(title)), title_justify="left", title_style="bold")
+    console = Console()
+    table = Table(title=_shown(title, console), title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    Console().print(table)
+        table.add_row(*(_shown(cell, console) for cell in row))
+    console.print(table)

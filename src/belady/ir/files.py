@@ -12,6 +12,7 @@ import gzip
 import json
 import os
 import secrets
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -102,7 +103,7 @@ def write(content: bytes, path: str | os.PathLike[str]) -> None:
     """Write a file in one step, compressed when its name ends in ``.gz``.
 
     Whatever happens, it holds the old bytes or the new ones. The same content makes the same
-    bytes.
+    bytes. Behind a link it is what the link leads to, and who may read it stays as it was.
 
     Raises
     ------
@@ -116,7 +117,9 @@ def write(content: bytes, path: str | os.PathLike[str]) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        part.replace(target)
+        if target.exists():
+            shutil.copymode(target, part)
+        part.replace(os.path.realpath(target))
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
@@ -134,7 +137,7 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 @contextmanager
 def _part_of(target: Path) -> Iterator[tuple[Path, IO[bytes]]]:
     """Open a file that can take the place of ``target``, and is gone at the end unless it did."""
-    part = target.parent / f".belady-{secrets.token_hex(8)}"
+    part = Path(os.path.realpath(target)).parent / f".belady-{secrets.token_hex(8)}"
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

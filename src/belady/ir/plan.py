@@ -141,6 +141,12 @@ class Section:
         """All of them."""
         return "tokens" if self.along else "batch"
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Names of the first module and, if it is another, of the last, for people."""
+        both = dict.fromkeys((self.modules[0], self.modules[-1]))
+        return tuple(module or "the model" for module in both)
+
 
 @dataclass(frozen=True, slots=True)
 class OrderEdit:

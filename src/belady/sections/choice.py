@@ -44,7 +44,7 @@ class Chosen(NamedTuple):
 
     def __str__(self) -> str:
         """For a log."""
-        found = (f"{it.modules[0]} to {it.modules[-1]} in {it.slices}" for it in self.sections)
+        found = (f"{' to '.join(it.ends)} in {it.slices}" for it in self.sections)
         return f"{', '.join(found)}, beside {format_bytes(self.state_bytes)} of an optimizer's"
 
 

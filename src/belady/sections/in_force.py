@@ -71,10 +71,9 @@ def flags_of(model: nn.Module, sections: Sections) -> tuple[object, ...]:
 
 def sentence(section: Section) -> str:
     """What a user should know of a section."""
-    ends = [it or "the model" for it in dict.fromkeys((section.modules[0], section.modules[-1]))]
-    run = "run" if len(ends) > 1 else "runs"
+    run = "run" if len(section.ends) > 1 else "runs"
     return (
-        f"{' to '.join(ends)} {run} in {section.slices} slices along the {section.whole}, since "
-        "one op was over the budget, or would have been beside the workspace that it may ask for: "
-        "results differ from plain PyTorch by the order of sums"
+        f"{' to '.join(section.ends)} {run} in {section.slices} slices along the {section.whole}, "
+        "since one op was over the budget, or would have been beside the workspace that it may "
+        "ask for: results differ from plain PyTorch by the order of sums"
     )

@@ -31,6 +31,24 @@ def test_a_name_that_ends_in_gz_is_compressed_the_same_every_time(tmp_path: Path
     assert content[4:8] == bytes(4)  # the time in its header
 
 
+def test_a_link_leads_to_what_is_written_and_who_may_read_it_stays(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "a.json", tmp_path / "a.json"
+    write(b"old", target)
+    target.chmod(0o600)
+    link.symlink_to(target)
+    write(b"new", link)
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert target.stat().st_mode & 0o777 == 0o600
+    dangling = tmp_path / "b.json"
+    dangling.symlink_to(tmp_path / "real" / "b.json")
+    write(b"new", dangling)
+    assert dangling.is_symlink()
+    assert (tmp_path / "real" / "b.json").read_bytes() == b"new"
+    assert len(list((tmp_path / "real").iterdir())) == 2
+
+
 def test_a_disk_that_is_full_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
