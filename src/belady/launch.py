@@ -36,7 +36,7 @@ class LaunchOptions:
     module
         Whether the script is named as a module, as in ``python -m``.
     iterations
-        End the script at the first call after so many iterations; None lets it run.
+        End the script at the first call after so many iterations, two at least; None lets it run.
     recorded
         Whether one steady iteration is recorded event by event.
     """
@@ -158,7 +158,8 @@ class _Roots:
     def _meet(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """An outermost call begins."""
         limit = self._options.iterations
-        if limit is not None and self._iterations >= limit:
+        # Of each one is told when the next has ended.
+        if limit is not None and self._iterations >= limit - 1:
             raise _Enough
         if module in self._known or not _is_root(module, args, kwargs):
             return

@@ -80,6 +80,7 @@ class FakeMemory:
         self.closed = 0
         self.recording = False
         self._handles: list[Any] = []
+        self._untold = False
         type(self).made.append(self)
 
     def add(self, module: Any) -> None:
@@ -89,7 +90,13 @@ class FakeMemory:
         self._handles.append(module.register_forward_hook(self._iteration))
 
     def _iteration(self, *_: Any) -> None:
-        for listener in self.listeners:
+        # Of each is told when the next has ended.
+        self._tell()
+        self._untold = True
+
+    def _tell(self) -> None:
+        told, self._untold = self._untold, False
+        for listener in self.listeners if told else ():
             listener(Stats(len(self.added)))
 
     def record(self) -> None:
@@ -102,6 +109,7 @@ class FakeMemory:
         return "no iteration has been planned yet\nnot captured: something\n"
 
     def close(self) -> None:
+        self._tell()
         self.closed += 1
         for handle in self._handles:
             handle.remove()

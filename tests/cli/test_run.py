@@ -160,9 +160,9 @@ def test_profile_writes_the_trace_and_ends_early(
 ) -> None:
     memory.run_document = a_run()
     output = tmp_path / "trace.json"
-    result = belady("profile", "-o", output, "--iterations", "2", script(TRAIN))
+    result = belady("profile", "-o", output, "--iterations", "3", script(TRAIN))
     assert result.exit_code == 0
-    assert result.stdout.count("step") == 2  # printed after the call
+    assert result.stdout.count("step") == 3  # printed after the call
     assert load(Trace, output) == a_run().trace
     assert memory.made[0].limits.policy == "hybrid"  # its traces say what can be replayed
 

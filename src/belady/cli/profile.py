@@ -30,7 +30,7 @@ def profile(
         Path, typer.Option("-o", "--output", metavar="FILE", help="Where the trace goes.")
     ] = Path("trace.json"),
     iterations: Annotated[
-        int, typer.Option("--iterations", min=1, help="Training iterations to run.")
+        int, typer.Option("--iterations", min=_ENOUGH, help="Training iterations to run.")
     ] = _ENOUGH,
     engine: EngineOption = "eager",
     spill_dir: SpillDirOption = None,
