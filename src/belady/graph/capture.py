@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from belady.errors import TraceError
+from belady.errors import GraphError, TraceError
 from belady.graph import autograd, casts, doors, refusals
 from belady.graph.alignment import align
 from belady.graph.bits import Incoming, reached, summed
@@ -228,9 +228,10 @@ def backend_of(
 def _backward(args: list[Any]) -> list[Any]:
     state = getattr(args.pop(0), "_belady", None)
     if not isinstance(state, State):
-        raise RuntimeError(
-            "a saved-tensor hook replaced what the graph engine saved: call the compiled model "
-            "outside of the hooks"
+        raise GraphError(
+            "a saved-tensor hook, as of belady.save_on, replaced what the graph engine saved: call "
+            "the model outside of the hooks, as the engine moves what it saves; engine='eager' has "
+            "room for others"
         )
     host, turn = state.graph._host, state.turn
     host.enter_backward(state, args)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from belady.errors import StaleValueError
+from belady.errors import GraphError, StaleValueError
 from belady.graph.capture import backend_of
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
@@ -196,7 +196,7 @@ def test_hooks_that_replace_what_is_saved_are_told_so(carrier: Carrier) -> None:
     run, _ = compiled(mlp(), carrier)
     with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
         y = run(torch.randn(5, 8))
-    with pytest.raises(RuntimeError, match="outside of the hooks"):
+    with pytest.raises(GraphError, match="outside of the hooks"):
         y.sum().backward()
 
 
