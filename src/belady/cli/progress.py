@@ -52,8 +52,7 @@ class _LiveLine:
     """One line at the bottom of the terminal, written over and over."""
 
     def __init__(self) -> None:
-        self._console = Notes()
-        self._console.file = sys.stderr
+        self._console = Notes(sys.stderr)
         self._streams = (sys.stdout, sys.stderr)
         self._shown = False
         self.hidden = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -14,10 +15,10 @@ from belady.units import printable
 
 
 class Notes(Console):
-    """Stderr; where its reader is gone nothing more is said, and rich does not end the process."""
+    """Stderr, or what it was; where its reader is gone, rich would end the process."""
 
-    def __init__(self) -> None:
-        super().__init__(stderr=True, highlight=False)
+    def __init__(self, file: TextIO | None = None) -> None:
+        super().__init__(file=file, stderr=True, highlight=False)
 
     def on_broken_pipe(self) -> None:
         """Say nothing from now on."""
