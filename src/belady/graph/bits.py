@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from belady.graph.capture import Captured
 
 _ADD = torch.ops.aten.add.Tensor
+_CLONE = torch.ops.aten.clone.default
 _SAID = {
     "gradient sums": (
         "{} uses a tensor several times in one graph, and the tensor gets another gradient in the "
@@ -74,10 +75,17 @@ def summed(joint: Joint) -> tuple[int, ...]:
             zip(joint.primals, joint.backward_outputs, strict=False)
         )
         if isinstance(result, fx.Node)
-        and result.target is _ADD
-        and backward.issuperset(result.all_input_nodes)
+        and (total := _as_made(result)).target is _ADD
+        and backward.issuperset(total.all_input_nodes)
         and uses.count(primal) > 1
     )
+
+
+def _as_made(result: fx.Node) -> fx.Node:
+    """What is returned, before it was laid out as its input is."""
+    while result.target is _CLONE:
+        (result,) = result.all_input_nodes
+    return result
 
 
 def reached(joint: Joint) -> tuple[frozenset[int], ...]:

@@ -14,6 +14,7 @@ from belady.errors import GraphError, TraceError
 from belady.graph import autograd, casts, doors, refusals
 from belady.graph.alignment import align
 from belady.graph.bits import Incoming, reached, summed
+from belady.graph.channels import lay_channels_last
 from belady.graph.counters import Counters
 from belady.graph.host import Host
 from belady.graph.joins import join_as_they_come
@@ -103,11 +104,12 @@ class Captured:
         if self.sliced:
             # Each slice has cast the parameters, which saves them as often.
             casts.share_all(joint)
-            join_as_they_come(joint)
         else:
             self.cast = self._remembered.share(joint, num_fwd_outputs)
         if not self._host.plain_bits:
-            align(joint, self._host.budget_bytes)
+            self._suit_kernels(joint)
+        if self.sliced:
+            join_as_they_come(joint)
         parts = Joint.of(joint, num_fwd_outputs)
         refusals.refuse_other_bits(parts, self._host.device)
         refusals.refuse_other_draws(parts)
@@ -120,6 +122,14 @@ class Captured:
         return doors.stubs(
             parts.primals, parts.tangents, parts.forward_outputs, parts.backward_outputs
         )
+
+    def _suit_kernels(self, joint: fx.GraphModule) -> None:
+        """Have fast kernels run, where bits need not be those of plain PyTorch."""
+        from belady.graph.inductor import prefers_channels_last
+
+        align(joint, self._host.budget_bytes)
+        if prefers_channels_last(joint):
+            lay_channels_last(joint)
 
     def watching(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
         """``run``, which is this graph made runnable, with an eye on what of it is used.

@@ -14,12 +14,13 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from belady.graph.barriers import barriers
 
-# What is asked of it: nothing is laid out otherwise than it was traced, and nothing is moved whose
-# place the plan has chosen.
+# What is asked of it: nothing is laid out otherwise than it was traced (`belady.graph.channels`
+# lays out the whole), and nothing is moved whose place the plan has chosen.
 _SETTINGS = {"layout_optimization": False, "reorder_for_peak_memory": False}
 # Sums along two dimensions in one kernel, of torch 2.10 and later. Where those over rows, of so
 # many columns at most, are to be parts of one value, nobody writes them to it, and nobody is told
@@ -58,6 +59,11 @@ class Inductor:
             if note not in self.notes:
                 self.notes.append(note)
             return None
+
+
+def prefers_channels_last(joint: fx.GraphModule) -> bool:
+    """Whether Inductor would lay out the images in a graph with channels last."""
+    return bool(GraphLowering.decide_layout_opt(joint, is_inference=False))
 
 
 def compiled(module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
