@@ -14,6 +14,7 @@ from belady.errors import GraphError, TraceError
 from belady.graph import autograd, casts, doors, refusals
 from belady.graph.alignment import align
 from belady.graph.bits import Incoming, reached, summed
+from belady.graph.buffers import update_together
 from belady.graph.channels import lay_channels_last
 from belady.graph.counters import Counters
 from belady.graph.host import Host
@@ -110,6 +111,7 @@ class Captured:
             self._suit_kernels(joint)
         if self.sliced:
             join_as_they_come(joint)
+        update_together(joint)
         parts = Joint.of(joint, num_fwd_outputs)
         refusals.refuse_other_bits(parts, self._host.device)
         refusals.refuse_other_draws(parts)

@@ -107,6 +107,7 @@ def compile_joint(
         inference_compiler=compilers.inference,
         partition_fn=compilers.partition,
         decompositions={},
+        keep_inference_input_mutations=True,
     )
     try:
         outside = torch._functorch.config.patch(_OUTSIDE_AUTOCAST)

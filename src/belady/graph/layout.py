@@ -74,7 +74,7 @@ class Layout:
     def writes_to(self, step: Step) -> list[int]:
         """Storages of its inputs that a step overwrites."""
         node = step.node
-        targets = mutated(written_arguments(node.target), node.args, node.kwargs)
+        targets = tree_leaves(mutated(written_arguments(node.target), node.args, node.kwargs))
         return [self.storage_of[it] for it in targets if it in self.storage_of]
 
     def settled(self, step: Step, last_writes: Mapping[int, Step]) -> list[fx.Node]:
