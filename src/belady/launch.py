@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import thread as futures
 from dataclasses import dataclass
 from itertools import dropwhile
 from types import TracebackType
@@ -194,11 +195,33 @@ def _is_root(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> b
 
 
 def _exit_code(execute: Callable[[], object]) -> int:
-    """Run the script and say what python would exit with."""
+    """Run the script and say what python would exit with, when what it left running has ended."""
+    before = threading.enumerate()
+    try:
+        code = _ended(execute)
+        _wait(before)
+    except _Enough:
+        return 0
+    except KeyboardInterrupt as error:
+        _show(error)
+        return INTERRUPTED
+    return code
+
+
+def _wait(before: Container[threading.Thread]) -> None:
+    """Wait for the threads that python waits for before it ends; those of pools it ends itself."""
+    pools: Container[threading.Thread] = getattr(futures, "_threads_queues", ())
+    while left := [
+        it for it in threading.enumerate() if not (it.daemon or it in before or it in pools)
+    ]:
+        left[0].join()
+
+
+def _ended(execute: Callable[[], object]) -> int:
     try:
         execute()
     except _Enough:
-        return 0
+        raise
     except SystemExit as error:
         return _exit_status(error.code)
     except KeyboardInterrupt as error:

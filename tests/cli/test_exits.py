@@ -9,6 +9,7 @@ import typer
 
 import belady.errors as errors
 from belady.cli.exits import code_of, mapped
+from tests.cli.support import belady
 
 INFEASIBLE = errors.InfeasibleBudgetError(
     needed_bytes=3, budget_bytes=1, smallest_bytes=2, op="conv\x1b[2J", module="a\nb"
@@ -69,3 +70,13 @@ def test_a_bug_is_not_hidden() -> None:
 def test_a_closed_pipe_is_left_to_typer() -> None:
     with pytest.raises(BrokenPipeError), mapped():
         raise BrokenPipeError(errno.EPIPE, "closed")
+
+
+def test_what_the_command_shows_of_itself_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("belady.cli.show_line", full)
+    result = belady("--version")
+    assert result.exit_code == 5
+    assert result.stderr == "belady: [Errno 28] No space left on device\n"

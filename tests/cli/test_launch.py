@@ -107,6 +107,35 @@ def test_interrupt(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     assert "KeyboardInterrupt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise ValueError"])
+def test_threads_that_the_script_leaves_are_waited_for(
+    memory: type[FakeMemory], script: Script, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    left = """
+import threading, time
+from concurrent.futures import ThreadPoolExecutor
+net = Net()
+def train_again():
+    time.sleep(0.2)
+    net(x).sum().backward()
+    print("end")
+def train():
+    time.sleep(0.2)
+    again = threading.Thread(target=train_again)
+    again.start()
+threading.Thread(target=train).start()
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+# Python ends its threads, which nothing else does.
+pool = ThreadPoolExecutor(1)
+pool.submit(int).result()
+"""
+    launched = launch(script(PRELUDE + left + ending))
+    assert launched.exit_code == {"pass": 0, "sys.exit(3)": 3}.get(ending, 1)
+    assert capsys.readouterr().out == "end\n"
+    (vm,) = memory.made
+    assert len(vm.added) == 1
+
+
 def test_script_sees_itself_as_main_and_all_is_put_back(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,11 @@ def _message(error: BaseException) -> str:
 class Guarded(TyperGroup):
     """The command and its verbs, with errors mapped to exit codes."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the command's own options, one of which shows something."""
+        with mapped():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> object:
         """Run the verb."""
         with mapped():
