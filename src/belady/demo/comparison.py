@@ -80,7 +80,9 @@ def demo(
         del plain
         report(f"within a budget of {format_bytes(nbytes)}:")
         ours = Training(digits)
-        with VirtualMemory([ours.model], Limits(nbytes, spill_dir=spill_dir, engine=engine)) as vm:
+        with VirtualMemory(
+            [ours.model], Limits(nbytes, spill_dir=spill_dir, engine=engine, exact=True)
+        ) as vm:
             ours.run(iterations, report)
             run, text = vm.run(), vm.report()
         return DemoResult(
