@@ -85,7 +85,7 @@ def compiled(module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
             made: Any = compile_fx_inner(traced, list(fakes))
     # Without what torch's profiler and its cache of tuned kernels are told at each call: in torch
     # 2.11 that is two fifths of what a small segment takes the host.
-    kernel: Kernel = made.current_callable
+    kernel: Kernel = getattr(made, "current_callable", made)
     return kernel
 
 
