@@ -17,6 +17,7 @@ from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_leaves
 
 from belady.graph.doors import fake_value
+from belady.graph.ops import is_pointwise
 from belady.memory.geometry import steps_of
 
 _aten = torch.ops.aten
@@ -26,23 +27,20 @@ _CONVOLUTIONS = {
     _aten.convolution.default: (0, 1),
     _aten.convolution_backward.default: (0, 1, 2),
 }
-# What gives the same numbers however its operands lie, beside what torch tags as pointwise. A
-# `view` that would have to copy raises.
+# What gives the same numbers however its operands lie, beside what is pointwise. A `view` that
+# would have to copy raises.
 _WORDS = (
     "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _batch_norm_with_update_functional "
     "_log_softmax _log_softmax_backward_data _native_batch_norm_legit "
-    "_native_batch_norm_legit_functional _prelu_kernel _prelu_kernel_backward _softmax "
-    "_softmax_backward_data _to_copy _unsafe_view addmm alias amax avg_pool2d avg_pool2d_backward "
-    "baddbmm batch_norm_backward bmm cat constant_pad_nd copy copy_ cudnn_batch_norm "
-    "cudnn_batch_norm_backward detach elu_backward empty_like expand full_like "
-    "hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu "
-    "leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill "
-    "max_pool2d_with_indices max_pool2d_with_indices_backward mean mish_backward mm "
-    "native_batch_norm native_batch_norm_backward native_layer_norm native_layer_norm_backward "
-    "new_zeros ones_like permute select select_backward slice slice_backward softplus_backward "
-    "split split_with_sizes squeeze sum t transpose unsqueeze upsample_bilinear2d "
-    "upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward var_mean view "
-    "zeros_like"
+    "_native_batch_norm_legit_functional _prelu_kernel_backward _softmax _softmax_backward_data "
+    "_unsafe_view addmm alias amax avg_pool2d avg_pool2d_backward baddbmm batch_norm_backward bmm "
+    "cat constant_pad_nd copy copy_ cudnn_batch_norm cudnn_batch_norm_backward detach empty_like "
+    "expand full_like log_sigmoid_backward log_sigmoid_forward max_pool2d_with_indices "
+    "max_pool2d_with_indices_backward mean mm native_batch_norm native_batch_norm_backward "
+    "native_layer_norm native_layer_norm_backward new_zeros ones_like permute select "
+    "select_backward slice slice_backward split split_with_sizes squeeze sum t transpose "
+    "unsqueeze upsample_bilinear2d upsample_bilinear2d_backward upsample_nearest2d "
+    "upsample_nearest2d_backward var_mean view zeros_like"
 )
 _ALIKE = frozenset(_WORDS.split())
 
@@ -156,9 +154,7 @@ class _Laying:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         try:
             self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        except (
-            Exception
-        ):  # a view of what does not lie in one piece, an operator that is particular
+        except Exception:  # such as a view of what does not lie in one piece
             return False
         return _alike(self._values[node], fake_value(node))
 
@@ -190,7 +186,7 @@ def _is_alike(target: Any) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    return torch.Tag.pointwise in target.tags or target.overloadpacket.__name__ in _ALIKE
+    return is_pointwise(target) or target.overloadpacket.__name__ in _ALIKE
 
 
 def _alike(value: Any, before: Any) -> bool:

@@ -36,6 +36,14 @@ _WORDS = (
 )
 # Kernels of libraries, of which a compiler makes calls.
 _ALONE = re.compile(r"convolution|mm\b|mv\b|dot\b|attention|embedding|_foreach|fft|rnn|lstm|gru")
+# Pointwise, though torch (2.13, 2.11) does not tag them so.
+_UNTAGGED = frozenset(
+    {
+        "_prelu_kernel", "_to_copy", "elu_backward", "hardsigmoid_backward", "hardswish",
+        "hardswish_backward", "hardtanh_backward", "leaky_relu", "leaky_relu_backward",
+        "masked_fill", "mish_backward", "softplus_backward",
+    }
+)  # fmt: skip
 _NORMS = re.compile(r"^_?native_(batch|layer|group)_norm\w*$(?<!_backward)")
 _SAME_AGAIN = frozenset(f"aten.{w if '.' in w else w + '.default'}" for w in _WORDS.split())
 _REPEATABLE = (REPLAYABLE - IN_PLACE) | _SAME_AGAIN
@@ -52,13 +60,21 @@ def is_fused(name: str) -> bool:
     return namespace == "aten" and not _ALONE.search(op)
 
 
+def is_pointwise(target: Any) -> bool:
+    """Whether each element of what an operator gives is of one element of what it reads."""
+    if torch.Tag.pointwise in getattr(target, "tags", ()):
+        return True
+    known = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return known and target.overloadpacket.__name__ in _UNTAGGED
+
+
 def fusion_of(name: str) -> Fusion:
     """With which neighbours a compiler surely makes one kernel of an op with this name."""
     if not is_fused(name):
         return Fusion.NONE
     packet, _, overload = name.removeprefix("aten.").partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
-    if torch.Tag.pointwise in getattr(op, "tags", ()):
+    if is_pointwise(op):
         return Fusion.AROUND
     # Of a norm what it reads is read twice, first for the statistics.
     return Fusion.AFTER if _NORMS.search(packet) else Fusion.NONE

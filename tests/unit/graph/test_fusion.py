@@ -14,6 +14,8 @@ from belady.ir.ops import Fusion
         ("aten.relu.default", Fusion.AROUND),
         ("aten.add.Tensor", Fusion.AROUND),
         ("aten.gelu.default", Fusion.AROUND),
+        ("aten._to_copy.default", Fusion.AROUND),
+        ("aten.hardswish.default", Fusion.AROUND),
         ("aten._native_batch_norm_legit_functional.default", Fusion.AFTER),
         ("aten.native_layer_norm.default", Fusion.AFTER),
         ("aten.native_layer_norm_backward.default", Fusion.NONE),
