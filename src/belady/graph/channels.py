@@ -27,20 +27,22 @@ _CONVOLUTIONS = {
     _aten.convolution.default: (0, 1),
     _aten.convolution_backward.default: (0, 1, 2),
 }
-# What gives the same numbers however its operands lie, beside what is pointwise. A `view` that
-# would have to copy raises.
+# What gives the same numbers however its operands lie, beside what is pointwise, and whose results
+# lie as they do without bytes. A `view` that would have to copy raises.
 _WORDS = (
     "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _batch_norm_with_update_functional "
     "_log_softmax _log_softmax_backward_data _native_batch_norm_legit "
     "_native_batch_norm_legit_functional _prelu_kernel_backward _softmax _softmax_backward_data "
-    "_unsafe_view addmm alias amax avg_pool2d avg_pool2d_backward baddbmm batch_norm_backward bmm "
-    "cat constant_pad_nd copy copy_ cudnn_batch_norm cudnn_batch_norm_backward detach empty_like "
-    "expand full_like log_sigmoid_backward log_sigmoid_forward max_pool2d_with_indices "
-    "max_pool2d_with_indices_backward mean mm native_batch_norm native_batch_norm_backward "
-    "native_layer_norm native_layer_norm_backward new_zeros ones_like permute select "
+    "_unsafe_view adaptive_max_pool2d adaptive_max_pool2d_backward addmm alias amax any "
+    "avg_pool2d avg_pool2d_backward baddbmm batch_norm_backward bmm cat constant_pad_nd copy "
+    "copy_ cudnn_batch_norm cudnn_batch_norm_backward detach empty_like expand flip full_like "
+    "gather index_select log_sigmoid_backward log_sigmoid_forward max max_pool2d_with_indices "
+    "max_pool2d_with_indices_backward mean min mm native_batch_norm native_batch_norm_backward "
+    "native_layer_norm native_layer_norm_backward new_zeros ones_like permute roll select "
     "select_backward slice slice_backward split split_with_sizes squeeze sum t transpose "
-    "unsqueeze upsample_bilinear2d upsample_bilinear2d_backward upsample_nearest2d "
-    "upsample_nearest2d_backward var_mean view zeros_like"
+    "unsqueeze upsample_bicubic2d upsample_bicubic2d_backward upsample_bilinear2d "
+    "upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward var_mean view "
+    "zeros_like"
 )
 _ALIKE = frozenset(_WORDS.split())
 

@@ -128,6 +128,19 @@ class Attention(Module):
         return self.second(rows.transpose(1, 2).reshape(x.shape))
 
 
+class Placed(Module):
+    """What takes elements from other places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(self.first(x), (1, 1, 1, 1), mode="reflect")
+        x = torch.roll(x.permute(0, 2, 3, 1), 1, 1).flip(2).permute(0, 3, 1, 2)
+        x = F.adaptive_max_pool2d(x, 6)
+        whole = torch.eye(2, 3, dtype=x.dtype, device=x.device).expand(BATCH, 2, 3)
+        grid = F.affine_grid(whole, [BATCH, 1, 6, 6], align_corners=False)
+        x = F.grid_sample(x, grid, align_corners=False)
+        return self.second(F.interpolate(x, scale_factor=2, mode="bicubic"))
+
+
 class Several(Module):
     """Images that are returned."""
 
@@ -137,7 +150,8 @@ class Several(Module):
 
 
 NETS = [
-    Norms, Flat, Gate, Joined, Groups, Dropped, Turned, Shared, Permuted, Attention, Several,
+    Norms, Flat, Gate, Joined, Groups, Dropped, Turned, Shared, Permuted, Attention, Placed,
+    Several,
 ]  # fmt: skip
 
 
@@ -167,7 +181,7 @@ def trained(
     net: nn.Module, choose: Callable[[Trace], Plan] | None, taken: Tensor, count: int = 2
 ) -> list[Tensor]:
     """Results and gradients; in plain PyTorch without a chooser of plans."""
-    carrier = hostile_carrier("threads")
+    carrier = hostile_carrier("cuda" if taken.is_cuda else "threads")
     run: nn.Module = net
     if choose is not None:
         host = PlannedHost([net], carrier, choose)
@@ -184,17 +198,20 @@ def trained(
     return [*found, x.grad, *(it.grad for it in net.parameters() if it.grad is not None)]  # type: ignore[list-item]
 
 
-def images(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(BATCH, 3, SIDE, SIDE, dtype=dtype)
+def images(device: str = "cpu") -> Tensor:
+    return torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.float64, device=device)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__.lower())
-def test_it_gives_what_it_gave(net: type[Module], laid: list[tuple[fx.GraphModule, ...]]) -> None:
+def test_it_gives_what_it_gave(
+    net: type[Module], device: str, laid: list[tuple[fx.GraphModule, ...]]
+) -> None:
     torch.manual_seed(1)
-    model = net().double()
-    x = images(torch.float64)
+    model = net().double().to(device)
+    x, kind = images(device), "cuda" if device == "cuda" else "threads"
     expected = trained(copy.deepcopy(model), None, x)
-    found = trained(model, lambda trace: random_plan(trace, "threads", 3), x)
+    found = trained(model, lambda trace: random_plan(trace, kind, 3), x)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
         assert steps_of(mine) == steps_of(theirs)
@@ -257,7 +274,7 @@ def test_what_cannot_lie_so_or_does_stays_as_it_was(
 ) -> None:
     torch.manual_seed(1)
     model = net().double()
-    x = images(torch.float64)
+    x = images()
     expected = trained(copy.deepcopy(model), None, x)
     found = trained(model, lambda trace: random_plan(trace, "threads", 3), x)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -268,7 +285,7 @@ def test_what_cannot_lie_so_or_does_stays_as_it_was(
 
 def real(holder: fx.Node) -> Tensor:
     said = holder.meta["val"]
-    made = torch.empty_strided(said.shape, said.stride(), dtype=said.dtype)
+    made = torch.empty_strided(said.shape, said.stride(), dtype=said.dtype, device=said.device)
     return made.normal_() if said.is_floating_point() else made.zero_()
 
 
