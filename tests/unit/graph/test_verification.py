@@ -97,7 +97,7 @@ def test_what_the_allocator_repeats_gets_more_room_three_times(
 def test_a_peak_above_the_budget_is_answered_with_a_leaner_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    excess = 8 << 10
+    excess = 16 << 10
 
     def higher(measured: Measured) -> Measured:
         return replace(
