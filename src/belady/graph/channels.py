@@ -63,26 +63,26 @@ def lay_channels_last(joint: fx.GraphModule) -> bool:
     if mode is None:
         return False
     with mode, torch.no_grad(), torch._C._DisableAutocast():
-        laid = all(laying.takes(node) for node in joint.graph.nodes if node.op != "placeholder")
-    if laid and laying.copies:
+        laid = all(laying.takes(node) for node in joint.graph.nodes) and laying.copies_any
+    if laid:
         laying.write()
         joint.recompile()
-    return laid and bool(laying.copies)
+    return laid
 
 
 class _Laying:
-    """How every node will lie, worked out before anything of the graph is changed.
-
-    Attributes
-    ----------
-    copies
-        Copies of nodes that lie otherwise: of forward and of backward, whoever reads them.
-    """
+    """How every node will lie, worked out before anything of the graph is changed."""
 
     def __init__(self) -> None:
-        self.copies: dict[tuple[fx.Node, torch.memory_format], torch.Tensor] = {}
+        # By node and how they lie: one for all that read it.
+        self._copies: dict[tuple[fx.Node, torch.memory_format], torch.Tensor] = {}
         self._values: dict[fx.Node, Any] = {}
         self._read: dict[fx.Node, dict[fx.Node, torch.memory_format]] = {}
+
+    @property
+    def copies_any(self) -> bool:
+        """Whether anything is read that lies otherwise than it did."""
+        return any(self._read.values())
 
     def takes(self, node: fx.Node) -> bool:
         """Work out what a node reads and gives; False where the graph cannot be laid out so."""
@@ -115,7 +115,7 @@ class _Laying:
         at = graph.inserting_after(source) if returned else graph.inserting_before(user)
         with at:
             node = graph.call_function(_aten.clone.default, (source,), {"memory_format": to})
-        node.meta = {**(source if returned else user).meta, "val": self.copies[source, to]}
+        node.meta = {**(source if returned else user).meta, "val": self._copies[source, to]}
         node.meta.pop("tensor_meta", None)
         return node
 
@@ -152,7 +152,7 @@ class _Laying:
         if not self._reads(node, read):
             return False
         values = {it: self._value(it) for it in inputs}
-        values |= {it: self.copies[it, to] for it, to in self._read[node].items()}
+        values |= {it: self._copies[it, to] for it, to in self._read[node].items()}
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         try:
             self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -164,8 +164,8 @@ class _Laying:
         """Have copies of what ``read`` names; False where one has no format that is known."""
         wanted = {it: to for it, to in read.items() if to is not None}
         for it, to in wanted.items():
-            if (it, to) not in self.copies:
-                self.copies[it, to] = self._value(it).clone(memory_format=to)
+            if (it, to) not in self._copies:
+                self._copies[it, to] = self._value(it).clone(memory_format=to)
         self._read[node] = wanted
         return len(wanted) == len(read)
 

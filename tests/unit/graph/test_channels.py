@@ -32,7 +32,7 @@ def conv(made: int = WIDTH, taken: int = WIDTH, size: int = 3) -> nn.Conv2d:
 
 
 class Module(nn.Module):
-    """``forward`` of a class below, after a convolution and before its end."""
+    """Two convolutions, and what a class below has between them."""
 
     def __init__(self) -> None:
         super().__init__()
