@@ -20,6 +20,10 @@ from belady.graph.replays import FROM_STATISTICS, from_statistics, norm_again
 # Makes one callable of a graph and of its inputs as tensors without bytes; None: it cannot.
 Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[Any]] | None]
 
+# What the names of a graph's inputs begin with: of those whose bytes go with their last use in it,
+# and of the others.
+GOES, STAYS = "goes", "stays"
+
 # What has no form without bytes, and in whose place a compiler gets something that has.
 _INSTEAD: dict[Any, Callable[..., Any]] = {FROM_STATISTICS: from_statistics}
 
@@ -33,12 +37,15 @@ def fused(code: Code, layout: Layout, fuse: Fuse) -> None:
     """
     lines: list[Line] = []
     later = _read_later(code.lines)
+    holders = _holders(code.lines, layout)
     for start, stop in _runs(code.lines, layout):
         run = code.lines[start:stop]
         steps = [it.called.step for it in run if it.called is not None]
         made = None
         if _fits(run[0].called, layout) and any(layout.is_op(it) and _is_made(it) for it in steps):
-            made = _replaced(code, run, layout, later[stop], fuse)
+            read = {name for line in run for name in line.reads}
+            gone = {it for it in read & holders.keys() if not holders[it] & later[stop]}
+            made = _replaced(code, run, layout, later[stop], gone, fuse)
         lines += run if made is None else made
     code.lines[:] = lines
 
@@ -94,8 +101,40 @@ def _read_later(lines: Sequence[Line]) -> list[set[str]]:
     return found[::-1]
 
 
+def _holders(lines: Sequence[Line], layout: Layout) -> dict[str, set[str]]:
+    """The names that hold the bytes of each name; without what a graph is given: others hold it."""
+    outside = {
+        storage for node, storage in layout.storage_of.items() if node.op == "placeholder"
+    } | {None}
+    holders: dict[str, set[str]] = {}
+    first: dict[int | None, str] = {}
+    given: set[str] = set()
+
+    def join(names: Sequence[str]) -> None:
+        joined = set(names).union(*(holders.get(name, ()) for name in names))
+        holders.update(dict.fromkeys(joined, joined))
+
+    for line in lines:
+        if line.called is None:
+            # What moves a value holds its bytes, and gives them.
+            join((*line.reads, *line.binds) if line.reads and line.binds else ())
+            continue
+        for node, name in line.called.names.items():
+            storage = layout.storage_of.get(node)
+            if storage in outside:
+                given.add(name)
+            else:
+                join((name, first.setdefault(storage, name)))
+    return {name: names for name, names in holders.items() if name not in given}
+
+
 def _replaced(
-    code: Code, run: Sequence[Line], layout: Layout, later: set[str], fuse: Fuse
+    code: Code,
+    run: Sequence[Line],
+    layout: Layout,
+    later: set[str],
+    gone: set[str],
+    fuse: Fuse,
 ) -> list[Line] | None:
     """The lines that stand for a run."""
     wanted, views = set(later), list[Line]()
@@ -113,7 +152,7 @@ def _replaced(
     ]
     if not results:
         return None
-    module, names, fakes = _graph_of(run, results)
+    module, names, fakes = _graph_of(run, results, gone)
     kernel = fuse(module, fakes)
     if kernel is None:
         return None
@@ -130,7 +169,7 @@ def _replaced(
 
 
 def _graph_of(
-    run: Sequence[Line], results: Sequence[str]
+    run: Sequence[Line], results: Sequence[str], gone: set[str]
 ) -> tuple[fx.GraphModule, list[str], list[Any]]:
     """A run as a graph, the names of what it takes, and these as tensors without bytes."""
     graph, known = fx.Graph(), dict[str, fx.Node]()
@@ -142,7 +181,7 @@ def _graph_of(
             name = line.called.names[node]
             if name not in bound and name not in taken:
                 # The same run of another block, or of another plan, is the same graph by its names.
-                known[name] = graph.placeholder(f"taken{len(taken)}")
+                known[name] = graph.placeholder(f"{GOES if name in gone else STAYS}{len(taken)}")
                 taken[name] = fake_value(node)
                 known[name].meta["val"] = taken[name]
         bound.update(line.binds)
