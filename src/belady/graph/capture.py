@@ -23,6 +23,7 @@ from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.masks import drop_known
 from belady.graph.naming import Named
+from belady.graph.pools import count_in_windows
 from belady.graph.program import Program, program_of
 from belady.graph.state import State
 from belady.ir.collector import seldom_collected
@@ -132,6 +133,7 @@ class Captured:
         align(joint, self._host.budget_bytes)
         if prefers_channels_last(joint):
             lay_channels_last(joint)
+        count_in_windows(joint)
 
     def watching(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
         """``run``, which is this graph made runnable, with an eye on what of it is used.

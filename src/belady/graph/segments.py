@@ -15,6 +15,7 @@ from belady.graph.doors import fake_value
 from belady.graph.joint import Step
 from belady.graph.layout import Layout
 from belady.graph.ops import is_fused, name_of
+from belady.graph.pools import COMPILED
 from belady.graph.replays import FROM_STATISTICS, from_statistics, norm_again
 
 # Makes one callable of a graph and of its inputs as tensors without bytes; None: it cannot.
@@ -24,8 +25,8 @@ Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[
 # and of the others.
 GOES, STAYS = "goes", "stays"
 
-# What has no form without bytes, and in whose place a compiler gets something that has.
-_INSTEAD: dict[Any, Callable[..., Any]] = {FROM_STATISTICS: from_statistics}
+# What no compiler knows, and what it gets instead.
+_INSTEAD: dict[Any, Callable[..., Any]] = {FROM_STATISTICS: from_statistics, **COMPILED}
 
 
 def fused(code: Code, layout: Layout, fuse: Fuse) -> None:
@@ -87,7 +88,7 @@ def _is_plain(step: Step, layout: Layout) -> bool:
     target = step.node.target
     return (
         isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
+        and (target.namespace == "aten" or target in COMPILED)
         and not ops.is_random(step)
         and not layout.writes_to(step)
     )

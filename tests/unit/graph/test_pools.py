@@ -1,0 +1,196 @@
+"""Where maxima of pooling were, counted within windows."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._inductor import config
+
+import belady
+from belady.graph import capture, pools
+from belady.ir.trace import Trace
+from tests.parity.racing import random_plan
+from tests.unit.graph.test_channels import trained
+
+SIDE, CHANNELS, BATCH = 11, 4, 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ASKED: list[dict[str, Any]] = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 1, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+    {"kernel_size": (2, 3), "stride": (3, 1), "padding": (1, 0), "dilation": (1, 2)},
+    {"kernel_size": 2, "dilation": 3},
+    {"kernel_size": (9, 11), "padding": (4, 5)},
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """Joint graphs whose maxima are counted so."""
+    found: list[fx.GraphModule] = []
+
+    def count(joint: fx.GraphModule) -> None:
+        pools.count_in_windows(joint)
+        if joint.graph.find_nodes(op="call_function", target=pools.IN_WINDOW):
+            found.append(joint)
+
+    monkeypatch.setattr(capture, "count_in_windows", count)
+    return found
+
+
+def pair(value: Any) -> list[int]:
+    return [value, value] if isinstance(value, int) else [*value]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_places_come_back(
+    asked: dict[str, Any], last: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = torch.channels_last if last else torch.contiguous_format
+    x = torch.randn(BATCH, CHANNELS, SIDE, SIDE, device=device).to(memory_format=layout)
+    _, index = F.max_pool2d(x, **asked, return_indices=True)
+    kernel = pair(asked["kernel_size"])
+    numbers = (
+        kernel,
+        pair(asked.get("stride", kernel)),
+        pair(asked.get("padding", 0)),
+        pair(asked.get("dilation", 1)),
+        SIDE,
+    )
+    # A sample at a time, and all at once.
+    for piece in (1, 1 << 20):
+        monkeypatch.setattr(pools, "_PIECE", piece)
+        place = pools.IN_WINDOW(index, *numbers)
+        assert place.dtype is torch.int8
+        assert place.stride() == index.stride()
+        assert torch.equal(place, pools.in_window(index, *numbers))
+        again = pools.IN_IMAGE(place, *numbers)
+        assert again.stride() == index.stride()
+        assert torch.equal(again, index)
+        assert torch.equal(again, pools.in_image(place, *numbers))
+
+
+class Pooled(nn.Module):
+    """Pools windows apart and windows that overlap, one result of which is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, CHANNELS, 3), nn.Conv2d(CHANNELS, CHANNELS, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.max_pool2d(self.first(x), 3, stride=1, padding=1)
+        y = F.max_pool2d(self.second(y) + y[:, :, 1:-1, 1:-1], 2)
+        return y.flatten(1).sin()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_are_those_of_plain(
+    seed: int, last: bool, device: str, counted: list[fx.GraphModule]
+) -> None:
+    torch.manual_seed(seed)
+    layout = torch.channels_last if last else torch.contiguous_format
+    model = Pooled().double().to(device, memory_format=layout)  # type: ignore[call-overload]
+    x = torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.float64, device=device)
+    x = x.to(memory_format=layout)
+    expected, traces = trained(copy.deepcopy(model), None, x), list[Trace]()
+
+    def choose(trace: Trace) -> Any:
+        traces.append(trace)
+        return random_plan(trace, "cuda" if device == "cuda" else "threads", seed)
+
+    found = trained(model, choose, x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    (joint,) = counted
+    # A byte for each maximum crosses from forward to backward, not eight.
+    backward = torch.ops.aten.max_pool2d_with_indices_backward.default
+    readers = joint.graph.find_nodes(op="call_function", target=backward)
+    assert len(readers) == 2
+    for reader in readers:
+        again = reader.args[-1]
+        assert (again.target, again.args[0].target) == (pools.IN_IMAGE, pools.IN_WINDOW)
+    names = {op.name for op in traces[0].ops}
+    assert names >= pools.POOLED
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_they_give_gradients_of_plain(
+    device: str, counted: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("Inductor needs a C++ compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = Pooled().to(device)
+    other, x = copy.deepcopy(model), torch.randn(BATCH, 3, SIDE, SIDE, device=device)
+    with (
+        config.patch({"compile_threads": 1}),
+        belady.virtualize(model, "1GiB", engine="inductor") as vm,
+    ):
+        for net in (other, *[model] * 4):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        run = vm.run()
+    assert run is not None
+    assert run.notes == ()
+    assert counted
+    mine, theirs = ([it.grad for it in net.parameters()] for net in (model, other))
+    torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+class Single(nn.Module):
+    """Of one image, not of several."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(x[0].sin(), 2)
+
+
+class Wide(nn.Module):
+    """Of windows with more places than a byte counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.interpolate(x, scale_factor=2.0), (12, 11)).sin()
+
+
+class Undone(nn.Module):
+    """What somebody else reads, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, index = F.max_pool2d(x.sin(), 2, return_indices=True)
+        return F.max_unpool2d(y.cos(), index, 2, output_size=(SIDE, SIDE))
+
+
+class Deep(nn.Module):
+    """Of volumes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool3d(x.unsqueeze(2).sin(), (1, 2, 2))
+
+
+@pytest.mark.parametrize("net", [Single, Wide, Undone, Deep], ids=lambda it: it.__name__.lower())
+def test_what_cannot_be_counted_so_stays_as_it_was(
+    net: type[nn.Module], counted: list[fx.GraphModule]
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.float64)
+    expected = trained(net(), None, x)
+    found = trained(net(), lambda trace: random_plan(trace, "threads", 1), x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert not counted
