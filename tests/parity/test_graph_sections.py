@@ -183,10 +183,12 @@ def test_under_autocast() -> None:
         torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("engine", ["auto", "inductor"])
-def test_what_is_captured_as_a_whole_still_is(engine: str) -> None:
-    training, _ = trained(WIDE, engine=engine)
-    assert_near(Training(WIDE).run(plain, ITERATIONS), training)
+@pytest.mark.parametrize(
+    ("engine", "of"), [("auto", WIDE), ("inductor", WIDE), ("inductor", NORMS)], ids=str
+)
+def test_what_is_captured_as_a_whole_still_is(engine: str, of: Task) -> None:
+    training, _ = trained(of, engine=engine)
+    assert_near(Training(of).run(plain, ITERATIONS), training)
 
 
 def session_of(vm: belady.VirtualMemory) -> Session:

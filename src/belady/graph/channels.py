@@ -120,14 +120,17 @@ class _Laying:
         return node
 
     def _last(self, node: fx.Node) -> dict[fx.Node, torch.memory_format | None]:
-        """Operands of a convolution of images that do not lie with channels last."""
-        places = _CONVOLUTIONS.get(node.target, ())  # type: ignore[call-overload]
-        operands = [node.args[place] for place in places]
-        return {
-            it: _LAST
-            for it in operands
-            if self._value(it).dim() == 4 and not self._value(it).is_contiguous(memory_format=_LAST)
-        }
+        """What a node reads that does not lie with channels last, and is to.
+
+        Images of a convolution; and those of another operator, if some of them do: how what it
+        gives lies then is not always how it does without bytes.
+        """
+        places = _CONVOLUTIONS.get(node.target)  # type: ignore[call-overload]
+        read = node.all_input_nodes if places is None else [node.args[it] for it in places]
+        others = [it for it in read if _is_image(self._value(it)) and not self._is_last(it)]
+        if places is None and (is_pointwise(node.target) or not any(map(self._is_last, read))):
+            return {}
+        return dict.fromkeys(others, _LAST)
 
     def _first(self, node: fx.Node) -> dict[fx.Node, torch.memory_format | None]:
         """What a node reads that would lie otherwise than it did, as it did."""
@@ -169,8 +172,17 @@ class _Laying:
         self._read[node] = wanted
         return len(wanted) == len(read)
 
+    def _is_last(self, node: Any) -> bool:
+        """Whether an image lies with channels last, if it is one."""
+        value = self._value(node)
+        return _is_image(value) and value.is_contiguous(memory_format=_LAST)
+
     def _value(self, node: Any) -> Any:
         return self._values.get(node, fake_value(node))
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4
 
 
 def _format(value: torch.Tensor) -> torch.memory_format | None:

@@ -5,6 +5,7 @@ Loaded only where they are asked for: Inductor takes seconds to load, and a C++ 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,8 @@ from belady.graph.segments import GOES
 _SETTINGS = {"layout_optimization": False}
 # What torch's own caches of kernels are asked by beside the graph: those of others are ordered.
 _TAG = "belady, as traced"
+# What is asked of Inductor is asked of all of it, and put back: by one thread at a time.
+_ASKING = threading.Lock()
 # Sums along two dimensions in one kernel, of torch 2.10 and later. Where those over rows, of so
 # many columns at most, are to be parts of one value, nobody writes them to it, and nobody is told
 # (pytorch/pytorch#193061).
@@ -76,7 +79,7 @@ def compiled(module: fx.GraphModule, fakes: Sequence[Any]) -> Kernel | None:
 
     None where its results would not lie as they were traced, each on bytes of its own.
     """
-    with config.patch(_SETTINGS):
+    with _ASKING, config.patch(_SETTINGS):
         mode = detect_fake_mode(fakes)
         with mode or torch.no_grad(), torch.no_grad():
             traced = make_fx(module, decomposition_table=select_decomp_table())(*fakes)

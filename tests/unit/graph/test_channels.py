@@ -54,6 +54,31 @@ class Norms(Module):
         return F.adaptive_avg_pool2d(self.second(x), 1).flatten(1)
 
 
+class Ended(Module):
+    """A norm whose gradient comes as rows."""
+
+    def make(self) -> None:
+        self.norm = nn.BatchNorm2d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.second(self.first(x))).flatten(1)
+
+
+class Frozen(Ended):
+    """The same, where statistics are not those of the batch."""
+
+    def make(self) -> None:
+        super().make()
+        self.norm.eval()
+
+
+class Pooled(Module):
+    """A pooling of which the same is so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.second(self.first(x)), 2).flatten(1)
+
+
 class Flat(Module):
     def make(self) -> None:
         self.head = nn.Linear(WIDTH * SIDE * SIDE, 10)
@@ -151,8 +176,8 @@ class Several(Module):
 
 
 NETS = [
-    Norms, Flat, Gate, Joined, Groups, Dropped, Turned, Shared, Permuted, Attention, Placed,
-    Several,
+    Norms, Ended, Frozen, Pooled, Flat, Gate, Joined, Groups, Dropped, Turned, Shared, Permuted,
+    Attention, Placed, Several,
 ]  # fmt: skip
 
 
@@ -291,7 +316,10 @@ def test_what_cannot_lie_so_or_does_stays_as_it_was(
 def real(holder: fx.Node) -> Tensor:
     said = holder.meta["val"]
     made = torch.empty_strided(said.shape, said.stride(), dtype=said.dtype, device=said.device)
-    return made.normal_() if said.is_floating_point() else made.zero_()
+    if not said.is_floating_point():
+        return made.zero_()
+    # Variances are positive.
+    return made.normal_().abs_() if said.dim() == 1 else made.normal_()
 
 
 class Checked(fx.Interpreter):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -87,6 +89,38 @@ def test_ops_stay_where_the_plan_has_them() -> None:
     calls = re.findall(r"extern_kernels\.mm|\bcpp_fused", code)
     assert calls == ["extern_kernels.mm", "extern_kernels.mm", "cpp_fused"]
     assert before == (memory.reorder_for_peak_memory, memory.estimate_peak_memory)
+
+
+def test_what_is_asked_of_inductor_is_put_back_by_threads_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second is not to take what the first asks for as how it was."""
+    graph = fx.Graph()
+    node = graph.call_function(aten.tanh.default, (graph.placeholder("x"),))
+    node.meta["val"] = x = torch.ones(4)
+    graph.output((node,))
+    module = fx.GraphModule({}, graph)
+    first, second, seen = threading.Event(), threading.Event(), list[Any]()
+
+    def compile_(traced: fx.GraphModule, _: Any) -> fx.GraphModule:
+        seen.append(memory.reorder_for_peak_memory)
+        first.set()
+        # Of two at once the first goes on when the second has come, and ends before it.
+        second.wait(0.3)
+        second.set()
+        return traced
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", compile_)
+    before = memory.reorder_for_peak_memory, memory.estimate_peak_memory
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(inductor.compiled, module, [x])
+        first.wait()
+        two = pool.submit(inductor.compiled, module, [x])
+        assert one.result() is not None
+        assert two.result() is not None
+    assert before == (memory.reorder_for_peak_memory, memory.estimate_peak_memory)
+    for asked in seen:
+        assert asked.func is before[0]
 
 
 @pytest.mark.usefixtures("in_cache")
