@@ -28,7 +28,7 @@ _CONVOLUTIONS = {
     _aten.convolution_backward.default: (0, 1, 2),
 }
 # What gives the same numbers however its operands lie, beside what is pointwise, and whose results
-# lie as they do without bytes. A `view` that would have to copy raises.
+# lie as they do without bytes, if its images lie alike. A `view` that would have to copy raises.
 _WORDS = (
     "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _batch_norm_with_update_functional "
     "_log_softmax _log_softmax_backward_data _native_batch_norm_legit "

@@ -103,8 +103,7 @@ def _as_traced() -> Iterator[None]:
     """Have ops stay in the order of their graph, which the plan has chosen.
 
     Without what reorders them Inductor would not know how much memory is held when, and would
-    allocate anew what it could write into bytes that it has freed: for ResNet-152's backward
-    twice as often as in its own graph.
+    allocate anew what it could write into bytes that it has freed.
     """
     reorder, estimate = memory.reorder_for_peak_memory, memory.estimate_peak_memory
     tag = torch.compiler.config.cache_key_tag

@@ -1,9 +1,9 @@
 """Where the maxima of pooling were: a byte for each, counted within its window.
 
-torch saves for each maximum the place in the whole image, eight bytes of it: of ResNet-152's 10.6
-GiB that is 0.2, of GoogLeNet, which pools thirteen times, more than a tenth. Inductor counts within
-windows where it compiles a whole graph (``_low_memory_max_pool_with_offsets``); what crosses from
-one of our segments to another crosses as the graph says.
+torch saves for each maximum the place in the whole image, in eight bytes: four times what the
+maximum itself takes in half precision. Inductor counts within windows where it compiles a whole
+graph (``_low_memory_max_pool_with_offsets``); what crosses from one of our segments to another
+crosses as the graph says.
 """
 
 from __future__ import annotations
