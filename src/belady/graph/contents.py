@@ -11,8 +11,7 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 
 from belady.ir.plan import Decision, Encode, Offload
-from belady.memory.carrier import Carrier
-from belady.memory.contents import Moved, Packed
+from belady.memory.contents import Moved, Packed, Sender
 from belady.memory.geometry import Geometry
 from belady.memory.witness import demand_unchanged, witness
 
@@ -41,16 +40,16 @@ class Content:
         Where they are.
     geometry
         How the tensor lies on them, for what is to be encoded.
+    label
+        The number of the value.
     """
 
     geometry: Geometry
 
-    def __init__(
-        self, tensor: torch.Tensor, carrier: Carrier, label: int, *, guarded: bool
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, carrier: Sender, label: int, *, guarded: bool) -> None:
         self.bytes: Moved | Packed
         self.bytes = moved = Moved(tensor, 0, tensor.untyped_storage().nbytes(), carrier)
-        moved.label = label
+        self.label = moved.label = label
         self._shape = tensor.shape
         self._shadow = witness(tensor) if guarded else None
         self._version = 0 if self._shadow is None else self._shadow._version
@@ -98,7 +97,7 @@ class Contents:
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: Sender,
         decisions: Mapping[int, Decision],
         landing: Callable[[tuple[torch.Tensor | None, ...]], None] | None = None,
         passed: Callable[[int], None] = lambda boundary: None,
@@ -125,6 +124,14 @@ class Contents:
         if tensor.device == self._carrier.device:
             self._live[value] = weakref.ref(content)
         return content
+
+    def anew(self) -> Contents:
+        """Contents of another iteration under the same plan."""
+        return type(self)(self._carrier, self._decisions, place=self.place)
+
+    def go_on(self, content: Content) -> None:
+        """Manage what another iteration left."""
+        self._live[content.label] = weakref.ref(content)
 
     def send(self, value: int) -> None:
         """Issue a copy-out."""

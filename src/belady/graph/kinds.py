@@ -96,6 +96,8 @@ class Kind(Progress):
         Whether no plan was found for what was observed, and it is observed once more.
     moments
         Of its last iteration under a plan, see `belady.graph.iteration.Iteration`.
+    launchable
+        Whether its iterations may be captured and launched, as far as is known.
     """
 
     graphs: tuple[Captured, ...] = ()
@@ -105,6 +107,7 @@ class Kind(Progress):
     counting: Force | None = None
     doubted: bool = False
     moments: Sequence[float] = ()
+    launchable: bool = True
 
     def same(self, graphs: Sequence[Captured], order: Order) -> bool:
         """Whether an iteration went as this kind goes."""

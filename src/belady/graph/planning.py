@@ -14,6 +14,7 @@ from belady.graph.bits import Bits
 from belady.graph.capture import Captured
 from belady.graph.doors import fake_value
 from belady.graph.kinds import Force, Kind, all_go_back
+from belady.graph.launching import Launching
 from belady.graph.ops import fusion_of
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
@@ -58,6 +59,8 @@ class Planning:
     ----------
     bits
         Notes where gradients can have other bits than plain PyTorch's.
+    launching
+        Has iterations launched as they were captured.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Planning:
         self._hardware = hardware
         self._carrier = carrier
         self.bits = Bits(exact=policy.exact)
+        self.launching = Launching(modules, carrier, policy.budget.device_bytes)
         self._ordering = Ordering(policy.name)
         self._verification = (
             Verification(policy, hardware)
@@ -95,6 +99,7 @@ class Planning:
             *self.bits.notes,
             *self._told,
             *self._verification.notes,
+            *self.launching.notes,
             *compiling,
         ]
 
@@ -204,6 +209,7 @@ class Planning:
     def tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
         kind.starved = False
+        self.launching.rest()
         force = kind.force
         if force is None:
             return
@@ -213,6 +219,7 @@ class Planning:
 
     def close(self) -> None:
         """Leave losses as they are from now on, gradients and optimizer state where they are."""
+        self.launching.rest()
         self._losses.detach()
         self._places.close()
 
@@ -228,6 +235,8 @@ class Planning:
         return plan
 
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
+        self.launching.rest()
+        kind.launchable = True
         trial = replace(trial, plan=self._telling(drawn, trial.plan))
         fuse = None if self._inductor is None else self._inductor.fuse
         place = self._places.under(kind.graphs, drawn.trace, trial.plan, trial.hardware.allocator)

@@ -162,6 +162,11 @@ class Roots:
         if self.conductor is not None:
             self.conductor.starved()
 
+    def rest(self) -> None:
+        """A root is called without gradients, which needs memory as well."""
+        if self.conductor is not None:
+            self.conductor.rest()
+
     def left_out(self, reasons: list[str]) -> None:
         """Note what of a call was not captured."""
         self.reasons.update(reasons)
@@ -198,6 +203,8 @@ class _Compiled(Forward):
             return run_plain(self.alive(), *args, **kwargs)
         module, roots = self.alive(), self._roots()
         if roots is None or not _is_pass():
+            if roots is not None and not torch.is_grad_enabled():
+                roots.rest()
             return plain_forward(module)(*args, **kwargs)
         if _get_current_dispatch_mode_stack():
             roots.left_out(["a call under a dispatch mode, of which Dynamo captures nothing"])

@@ -135,7 +135,9 @@ class Session:
         if (counted := iteration.counted) is not None and kind.counting is not None:
             counted.seen(args)
             force = kind.counting
-        return Turn(force.programs[call], iteration.contents, counted, (iteration, call))
+        captured = self._planning.launching.program(iteration, graph, args) if call == 0 else None
+        program = captured or force.programs[call]
+        return Turn(program, iteration.contents, counted, (iteration, call))
 
     def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
         """Note what came out."""
@@ -196,6 +198,7 @@ class Session:
             self._monitor.end(iteration.sample)
         elif not iteration.turned:
             self._monitor.cancel()
+        self._monitor.after(iteration.sample)
         self._carrier.sweep()
         self._planning.bits.forget()
         iteration.count_engine()
@@ -219,8 +222,12 @@ class Session:
         """The device ran out of memory: give the iteration up, tighten the plan of the next."""
         kind = self._latest if self._iteration is None else self._iteration.kind
         if kind is not None:
-            kind.starved = True
+            kind.starved = not self._planning.launching.starved(kind)
         self._abandon()
+
+    def rest(self) -> None:
+        """The models are going to do something else than train."""
+        self._planning.launching.rest()
 
     def _abandon(self) -> None:
         iteration, self._iteration = self._iteration, None
@@ -262,7 +269,8 @@ class Session:
             watched = Watched.begin(self._modules, self.device, tries=tries)
         if kind.counting is not None:
             counted = Counted(self._modules, self._hardware.allocator)
-        sample = self._monitor.begin(kind.level(recording=self._recording), paced=True)
+        level = int(self._planning.launching.measures) or kind.level(recording=self._recording)
+        sample = self._monitor.begin(level, paced=True)
         self._iteration = Iteration.of(kind, self._carrier, watched, counted, sample)
         return self._iteration
 
@@ -298,3 +306,4 @@ class Session:
         peak = 0 if counted is None else counted.peak_bytes
         if kind.went_as_planned(iteration.sample, peak):
             self._planning.verify(kind)
+        self._planning.launching.went(kind, iteration.sample)

@@ -43,6 +43,8 @@ class Sample:
     ``paced`` has the seconds of the ops between two boundaries, without waits, where an engine had
     a ``pace`` taken. ``held`` says whether the device was held back meanwhile, so that the host was
     ahead of it and nothing in ``paced`` waits for the host.
+    ``beside_bytes`` is what was held at most after it and before the next one, beyond what was held
+    at its end: of an optimizer's step; 0 where nobody counts it.
     """
 
     begun: Moment
@@ -63,6 +65,7 @@ class Sample:
     pace: Pace | None = None
     paced: dict[tuple[int, int], float] = field(default_factory=dict)
     held: bool = False
+    beside_bytes: int = 0
 
     def passed(self, boundary: int) -> None:
         """The engine got control at a boundary."""
@@ -113,6 +116,7 @@ class Monitor:
     carrier: Carrier
     _retries: int = 0
     _level: int = field(default=0)
+    _at_end: int = 0
 
     def begin(self, level: int, *, paced: bool = False) -> Sample:
         """An iteration begins; at level 1 its pace is taken, if the engine says where it is."""
@@ -138,7 +142,16 @@ class Monitor:
         if self._level:
             self._count(sample)
             self.carrier.measure_stalls = self.device.type != "cuda"
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+                self._at_end = torch.cuda.memory_allocated(self.device)
         return sample
+
+    def after(self, sample: Sample) -> None:
+        """What follows an iteration that has ended is over, too."""
+        if self._level and sample.ended is not None and self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+            sample.beside_bytes = max(0, peak - self._at_end)
 
     def cancel(self) -> None:
         """The iteration came to nothing: stop timing waits."""

@@ -17,6 +17,11 @@ def others_have_pools(device: torch.device) -> bool:
     return not pools <= {(0, 0), *_POOLS}
 
 
+def count_as_ours(pool: tuple[int, int]) -> None:
+    """Have `others_have_pools` leave a pool out."""
+    _POOLS.add(pool)
+
+
 class Apart:
     """A pool of torch's allocator that holds only the copies made here.
 
@@ -66,7 +71,7 @@ class Apart:
 
 def _new_pool() -> torch.cuda.MemPool:
     pool = torch.cuda.MemPool()
-    _POOLS.add(pool.id)
+    count_as_ours(pool.id)
     return pool
 
 

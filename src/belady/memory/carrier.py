@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Mapping
 
 import torch
 
 from belady.ir.timeline import Lane, Moved
 from belady.ir.trace import Tier
 from belady.memory.disk import DiskStore
+from belady.memory.fixed import FixedCarrier
 from belady.memory.lanes import Lanes, lanes_for, resolve
 from belady.memory.meter import Meter
 from belady.memory.pace import Pace
@@ -147,6 +149,17 @@ class Carrier:
         if staging is None:
             return DirectParcel(self._hub, disk, source, label)
         return StagedParcel(self._hub, staging, source, label)
+
+    def fixed(self, sizes: Mapping[int, int]) -> FixedCarrier:
+        """What carries values of these bytes, by label, to places that are theirs while it lives.
+
+        Raises
+        ------
+        TierFullError
+            If host memory has no room for all of them.
+        """
+        self._hub.sweep()
+        return FixedCarrier.of(self._lanes, self._arena, sizes, self._hub.dropped)
 
     def sweep(self) -> None:
         """Give back what was released or dropped, now; every call that takes room does it.

@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from belady.ir.plan import Managed
 from belady.ir.trace import Tier
-from belady.memory.carrier import Arrival, Carrier, Parcel
+from belady.memory.carrier import Carrier
 from belady.memory.codecs import Encoded, decode, encode, encode_as
 from belady.memory.geometry import Geometry, content_of, seen, unseen
 from belady.memory.streams import current_stream
 
 # To enter a real context where nothing is to be shut out costs as much as an allocation.
 _AS_IT_IS = nullcontext()
+
+
+class Landing(Protocol):
+    """Bytes on their way back, as `belady.memory.parcels.Arrival` has them."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> None:
+        """Make the current stream wait for them."""
+        ...
+
+
+class Sent(Protocol):
+    """Bytes in a tier, as `belady.memory.parcels.Parcel` has them."""
+
+    def wait_sent(self) -> None:
+        """Make the current stream wait until they have left the device."""
+        ...
+
+    def fetch(self) -> Landing:
+        """Start to copy them back."""
+        ...
+
+
+class Sender(Protocol):
+    """Carries bytes between the device and the tiers below it: `Carrier`, for one.
+
+    Attributes
+    ----------
+    device
+        With its index.
+    """
+
+    device: torch.device
+
+    def send(self, source: torch.Tensor, tier: Tier, label: int = -1) -> Sent:
+        """Start to copy bytes out."""
+        ...
 
 
 class Moved:
@@ -43,7 +85,7 @@ class Moved:
         What records call the bytes: the number of the value in the trace.
     """
 
-    def __init__(self, tensor: torch.Tensor, start: int, stop: int, carrier: Carrier) -> None:
+    def __init__(self, tensor: torch.Tensor, start: int, stop: int, carrier: Sender) -> None:
         self.identity = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.unread = 0
@@ -52,8 +94,8 @@ class Moved:
         self.skipped_bytes = start
         self.carrier = carrier
         self.source: torch.Tensor | None = content_of(tensor, start, stop)
-        self.parcel: Parcel | None = None
-        self.arrival: Arrival | None = None
+        self.parcel: Sent | None = None
+        self.arrival: Landing | None = None
         self.here: torch.Tensor | None = None
         # Streams: of the op that saves the bytes, of their way back, and of their last reader.
         self._producer = current_stream(carrier.device)
@@ -108,6 +150,17 @@ class Moved:
         """The device bytes taken for its way back, once they are."""
         return None if self.arrival is None else self.arrival.tensor
 
+    def without_holding(self, seen: Callable[[torch.Tensor], torch.Tensor]) -> Moved:
+        """A copy of its present state that has its device bytes as ``seen`` shows them."""
+        found = copy.copy(self)
+        found.given = []
+        found.source = None if self.source is None else seen(self.source)
+        found.here = None if self.here is None else seen(self.here)
+        if self.arrival is not None:
+            found.arrival = copy.copy(self.arrival)
+            found.arrival.tensor = seen(self.arrival.tensor)
+        return found
+
     def _after_producer(self) -> AbstractContextManager[object]:
         """Unseen by dispatch modes, on the stream of the op that saves the bytes."""
         producer = self._producer
@@ -137,7 +190,7 @@ class Paged(Moved):
 
     def __init__(self, tensor: torch.Tensor, carrier: Carrier, decision: Managed) -> None:
         super().__init__(tensor, 0, tensor.untyped_storage().nbytes(), carrier)
-        self._decision = decision
+        self._decision, self._paging = decision, carrier.paging
 
     def send(self, tier: Tier) -> None:
         """Copy the bytes into a block, let go of the original, and issue the block's way out.
@@ -153,8 +206,7 @@ class Paged(Moved):
         if self.parcel is None and self.source is not None:
             decision = self._decision
             with self._after_producer():
-                paging = self.carrier.paging
-                self.parcel = paging.send(self.source, self.label, faults=decision.faults)
+                self.parcel = self._paging.send(self.source, self.label, faults=decision.faults)
             self.source = None
             self.given.clear()
             if decision.gone_by == decision.prefetch_out_at:
@@ -224,6 +276,14 @@ class Packed:
         assert self.here is not None
         _followed(self.here, self._here_on)
         return self.here
+
+    def without_holding(self, seen: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        """As `Moved.without_holding`."""
+        found = copy.copy(self)
+        found.given = []
+        found.encoded = replace(self.encoded, data=seen(self.encoded.data))
+        found.here = None if self.here is None else seen(self.here)
+        return found
 
     @property
     def incoming(self) -> torch.Tensor | None:

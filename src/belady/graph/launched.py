@@ -1,0 +1,276 @@
+"""A plan's program whose forward and backward are one launch each."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import fx
+
+from belady.graph import autograd
+from belady.graph.contents import Content, Contents
+from belady.graph.doors import fake_value
+from belady.graph.joint import Joint
+from belady.graph.layout import Layout
+from belady.graph.program import Program
+from belady.memory.fixed import FixedCarrier
+
+T = TypeVar("T")
+
+
+class Capturing(Protocol):
+    """`belady.memory.launches.Launches`, or what stands for it where there is no GPU."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the device's allocator reserves."""
+        ...
+
+    def capture(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """What launches all that ``issue`` issues, and what it gives."""
+        ...
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of a tensor that a capture gave, without holding them."""
+        ...
+
+    def over(self) -> None:
+        """All is captured."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for what was launched."""
+        ...
+
+    def forget(self) -> None:
+        """What was captured is gone."""
+        ...
+
+
+class FixedContents(Contents):
+    """Contents that nobody else can write to: inputs and results are copies."""
+
+    def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
+        """Begin to manage a storage."""
+        return super().hold(value, tensor, guarded=False)
+
+
+class _Owed:
+    """Lives as long as the backward of the last launch of forward may still come."""
+
+
+class Launched:
+    """A program as it was captured: what it reads and writes lies where it lay then.
+
+    Inputs that last are read where they are. All others, and the gradients that backward is given,
+    are copied to where they were when it was captured. Results are copied to memory of their own,
+    as programs keep them longer than it takes to the next launch. Gradients are handed out where
+    they lie: only when all of them are gone may forward be launched again.
+
+    Parameters
+    ----------
+    carrier
+        Its copies; None of the plan's decisions may need another one.
+    lasting
+        Names (``_cdata``) of the storages that outlive iterations: parameters and buffers.
+    args
+        Of the call for which it is captured.
+
+    Attributes
+    ----------
+    program
+        What a call runs as.
+    launches
+        What has captured it.
+    result_bytes
+        Of what forward gives, which each launch takes anew.
+    """
+
+    def __init__(
+        self,
+        joint: Joint,
+        program: Program,
+        launches: Capturing,
+        contents: FixedContents,
+        carrier: FixedCarrier,
+        lasting: set[int],
+        args: Sequence[Any],
+    ) -> None:
+        self._program, self.launches = program, launches
+        self._contents, self._carrier = contents, carrier
+        self._settings = settings()
+        self._owed: weakref.ref[_Owed] | None = None
+        self._given = [*args]
+        self._copied = [n for n, arg in enumerate(args) if _is_copied(arg, lasting)]
+        for number in self._copied:
+            self._given[number] = _copy(args[number])
+        self._read = [n for n, arg in enumerate(args) if _storage(arg) in lasting]
+        self._addresses = [args[number].data_ptr() for number in self._read]
+        self._told = [(n, arg) for n, arg in enumerate(args) if not isinstance(arg, torch.Tensor)]
+        self._tangents = [_like(fake_value(node), carrier.device) for node in joint.tangents]
+        self._capture()
+        tensors = (it for it in self._results if isinstance(it, torch.Tensor))
+        self.result_bytes = sum(it.untyped_storage().nbytes() for it in tensors)
+        self.program = Program(self._forward, self._backward, tuple(range(len(self._checked))))
+
+    def takes(self, args: Sequence[Any]) -> bool:
+        """Whether a launch now does what the program would do for ``args``."""
+        return (
+            (self._owed is None or self._owed() is None)
+            and [args[number].data_ptr() for number in self._read] == self._addresses
+            and all(args[number] == told for number, told in self._told)
+            and self._settings == settings()
+            and _users(self._storages) == self._alone
+        )
+
+    def _capture(self) -> None:
+        fresh: list[list[Any]] = []
+        outside = {_storage(it) for it in self._given}
+
+        def forward() -> tuple[list[Any], list[Any], tuple[int, ...]]:
+            made = self._program.forward([*self._given], self._contents, None)
+            self._carrier.join()
+            return made
+
+        def backward() -> list[Any]:
+            saved = fresh.pop() if fresh else self._saved_again(self._contents)
+            gradients = self._program.backward(saved, [*self._tangents], self._contents, None)
+            self._carrier.join()
+            return gradients
+
+        self._launch_forward, made = self.launches.capture(forward)
+        results, saved, _ = made
+        self._results = [self._kept(it, outside) for it in results]
+        self._saved = [self._kept(it, outside) for it in saved]
+        checked = (saved[place] for place in self._program.checked)
+        self._checked = [it for it in checked if _storage(it) in outside]
+        fresh.append(saved)
+        # Backward is captured as it runs: what it consumes goes, and others get the bytes.
+        del made, results, saved
+        self._launch_backward, self._gradients = self.launches.capture(backward)
+        tensors = [it for it in self._gradients if isinstance(it, torch.Tensor)]
+        self._storages = [_storage(it) for it in tensors]
+        del tensors
+        self._alone = _users(self._storages)
+
+    def _kept(self, value: Any, outside: set[int]) -> Any:
+        """What was saved, without holding bytes of the pool."""
+        if isinstance(value, Content):
+            return _Kept(value, self.launches)
+        if not isinstance(value, torch.Tensor) or value.device != self._carrier.device:
+            return value
+        return value if _storage(value) in outside else self.launches.seen(value)
+
+    def _saved_again(self, contents: Contents) -> list[Any]:
+        """What forward saved, as it was when its launch had ended."""
+        return [it.again(contents) if isinstance(it, _Kept) else it for it in self._saved]
+
+    def _forward(self, args: list[Any], *_: Any) -> tuple[list[Any], list[Any], tuple[int, ...]]:
+        if self._copied:
+            targets = [self._given[number] for number in self._copied]
+            torch._foreach_copy_(targets, [args[number] for number in self._copied])
+        args.clear()
+        self._launch_forward()
+        results = [_copy(it) if isinstance(it, torch.Tensor) else it for it in self._results]
+        owed = _Owed()
+        self._owed = weakref.ref(owed)
+        versions = tuple(it._version for it in self._checked)
+        return results, [*self._checked, owed], versions
+
+    def _backward(self, saved: list[Any], args: list[Any], *_: Any) -> list[Any]:
+        saved.clear()
+        if autograd.keeps_graph():
+            # It may come again, and a launch would write to what was saved.
+            contents = self._contents.anew()
+            return self._program.backward(self._saved_again(contents), args, contents, None)
+        if self._tangents:
+            torch._foreach_copy_(self._tangents, args)
+        args.clear()
+        self._launch_backward()
+        # A tensor that stands for two gradients stays one.
+        handed = {id(it): it.detach() for it in self._gradients if isinstance(it, torch.Tensor)}
+        return [handed.get(id(it)) for it in self._gradients]
+
+
+class _Kept:
+    """A content as it was when forward had ended, without holding bytes of the pool."""
+
+    def __init__(self, content: Content, launches: Capturing) -> None:
+        self._content, self._bytes = (
+            copy.copy(content),
+            content.bytes.without_holding(launches.seen),
+        )
+        del self._content.bytes
+
+    def again(self, contents: Contents) -> Content:
+        """It, managed anew."""
+        content = copy.copy(self._content)
+        content.bytes = copy.copy(self._bytes)
+        contents.go_on(content)
+        return content
+
+
+def why_not(joint: Joint, layout: Layout, args: Sequence[Any], lasting: set[int]) -> str:
+    """What keeps a graph from being launched; empty where nothing does."""
+    device_types = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
+    taken = {layout.storage_of.get(node, -1) for node in joint.primals}
+    written = {it for step in joint.forward for it in layout.writes_to(step)}
+    copied = {
+        layout.storage_of.get(node, -1)
+        for node, arg in zip(joint.primals, args, strict=True)
+        if _is_copied(arg, lasting)
+    }
+    results, gradients = (
+        [layout.storage_of.get(it, -1) for it in given if isinstance(it, fx.Node)]
+        for given in (joint.forward_outputs, joint.backward_outputs)
+    )
+    if len(device_types) > 1:
+        return "it takes a number that is on another device"
+    if copied & written:
+        return "it writes to what it is given"
+    if taken & {*results, *gradients} or len({*results}) < len(results):
+        return "what it gives shares bytes"
+    return ""
+
+
+def settings() -> tuple[object, ...]:
+    """What kernels depend on beside what they are given."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        matmul.fp32_precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+    )
+
+
+def _is_copied(arg: Any, lasting: set[int]) -> bool:
+    return isinstance(arg, torch.Tensor) and _storage(arg) not in lasting
+
+
+def _storage(value: Any) -> int:
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else -1
+
+
+def _users(storages: Sequence[int]) -> list[int]:
+    count = torch._C._storage_Use_Count
+    return [count(it) for it in storages]
+
+
+def _like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor that lies as another one, with bytes of its own."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+    )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return _like(tensor).copy_(tensor)

@@ -1,0 +1,107 @@
+"""What a host issues once and a device runs again and again: CUDA graphs, and memory for them.
+
+A kernel costs the host some 5 us to issue and a device of 2025 often less to run. A launch of all
+that a part of an iteration issues costs the host next to nothing (CUDA C++ Programming Guide, "CUDA
+Graphs"); what it reads and writes lies where it lay when it was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+from belady.memory.apart import count_as_ours
+
+T = TypeVar("T")
+
+
+class Launches:
+    """Captures what is issued to a CUDA device; all of it has one pool of torch's allocator.
+
+    Captures share the pool as if they ran one after another, so they are launched in that order:
+    what one of them has let go of, a later one, and the first one of the next round, write into.
+
+    Parameters
+    ----------
+    device
+        With its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # What is free elsewhere, the pool is not given.
+        self._without_workspaces()
+        torch.cuda.empty_cache()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        count_as_ours(self._pool)
+
+    def capture(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Have ``issue`` issued without being run; what launches it, and what it gives.
+
+        The launch goes to the stream that is current then. Tensors that ``issue`` makes have no
+        contents before the first launch.
+
+        Raises
+        ------
+        RuntimeError
+            If something cannot be captured, as what waits for the device.
+        torch.OutOfMemoryError
+            If the pool cannot grow. Nothing that is free elsewhere is given up for it.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            # Other threads go on: one that pins memory for a loader would end a global capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                given = issue()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay, given
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of ``tensor``, of the pool, without holding them: others may be given them.
+
+        To be used while this object lives, and in between launches that have not yet, or no
+        longer, given them to others.
+        """
+        storage = tensor.untyped_storage()
+        bytes_ = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), storage.device, storage.nbytes()
+        )
+        seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return seen.set_(bytes_, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def over(self) -> None:
+        """All is captured."""
+        self._without_workspaces()
+
+    def wait(self) -> None:
+        """Block until all that was launched has run."""
+        torch.cuda.synchronize(self._device)
+
+    @staticmethod
+    def forget() -> None:
+        """What was captured is gone: give its memory back."""
+        torch.cuda.empty_cache()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What torch's allocator reserves by now, for all."""
+        return torch.cuda.memory_reserved(self._device)
+
+    def _without_workspaces(self) -> None:
+        """Have cuBLAS forget its workspaces: those of a capture are of that one, and no other's."""
+        torch.cuda.synchronize(self._device)
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def launches_for(device: torch.device) -> Launches | None:
+    """What captures on a device; None where nothing does."""
+    return Launches(device) if device.type == "cuda" else None

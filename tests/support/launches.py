@@ -1,0 +1,106 @@
+"""What stands for CUDA graphs on a CPU: what was captured runs again, into the same places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from belady.graph import launching
+from belady.graph.contents import Content
+from belady.ir.trace import Tier
+from belady.memory.contents import Moved
+
+
+class Rerun:
+    """`belady.graph.launched.Capturing`: as a capture it changes nothing but what it gives.
+
+    Parameters
+    ----------
+    models
+        What is captured writes to their buffers, which happens at launches alone.
+
+    Attributes
+    ----------
+    launched
+        How often something was.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.launched = self.reserved_bytes = 0
+        self._models = models
+        self._known: list[list[torch.UntypedStorage]] = []
+
+    def capture(self, issue: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        buffers = [it for model in self._models for it in model.buffers()]
+        lasting = {it.data_ptr() for model in self._models for it in model.parameters()}
+        lasting |= {it.data_ptr() for it in buffers}
+        before, random = [it.clone() for it in buffers], torch.get_rng_state()
+        given = issue()
+        places = [it.untyped_storage() for it in _tensors(given)]
+        self._known.append(places)
+        torch.set_rng_state(random)
+        for buffer, it in zip(buffers, before, strict=True):
+            buffer.data.copy_(it)
+
+        def launch() -> None:
+            self.launched += 1
+            # Held until all is copied: what of it has the address of another is the same.
+            made = issue()
+            for place, it in zip(places, _tensors(made), strict=True):
+                if place.data_ptr() != it.data_ptr():
+                    place.copy_(it.untyped_storage())
+            if places is self._known[-1] and len(self._known) > 1:
+                # Memory of forward is written to while backward runs.
+                kept = lasting | {it.data_ptr() for it in places}
+                for it in self._known[-2]:
+                    if it.data_ptr() not in kept:
+                        it.fill_(255)
+
+        return launch, given
+
+    def seen(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def over(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those of a result of forward or backward, and of the contents in it."""
+    if isinstance(value, (list, tuple)):
+        for it in value:
+            yield from _tensors(it)
+    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, Content):
+        found = value.bytes
+        if isinstance(found, Moved):
+            arrived = None if found.arrival is None else found.arrival.tensor
+            yield from (it for it in (found.source, arrived, found.here) if it is not None)
+        else:
+            yield from (it for it in (found.encoded.data, found.here) if it is not None)
+
+
+def launching_on_a_cpu(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Module]) -> list[Rerun]:
+    """Have iterations launched that gain nothing; what stands for their graphs, as it is made."""
+    made: list[Rerun] = []
+
+    def launches(device: torch.device) -> Rerun:
+        made.append(Rerun(models))
+        return made[-1]
+
+    monkeypatch.setattr(launching, "launches_for", launches)
+    monkeypatch.setattr(launching, "_GAINS", -100.0)
+    # There is no other tier below a CPU, and to fixed places it is memory anyway.
+    monkeypatch.setattr(launching, "_TIERS", {Tier.HOST, Tier.DISK})
+    return made
