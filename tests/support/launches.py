@@ -99,7 +99,8 @@ def launching_on_a_cpu(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Modu
         made.append(Rerun(models))
         return made[-1]
 
-    monkeypatch.setattr(launching, "launches_for", launches)
+    monkeypatch.setattr(launching, "Launches", launches)
+    monkeypatch.setattr(launching, "captures", lambda device: True)
     monkeypatch.setattr(launching, "_GAINS", -100.0)
     # There is no other tier below a CPU, and to fixed places it is memory anyway.
     monkeypatch.setattr(launching, "_TIERS", {Tier.HOST, Tier.DISK})

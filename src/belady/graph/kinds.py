@@ -97,7 +97,7 @@ class Kind(Progress):
     moments
         Of its last iteration under a plan, see `belady.graph.iteration.Iteration`.
     launchable
-        Whether its iterations may be captured and launched, as far as is known.
+        Whether its iterations go on as they were captured; None while that is to be tried.
     """
 
     graphs: tuple[Captured, ...] = ()
@@ -107,7 +107,13 @@ class Kind(Progress):
     counting: Force | None = None
     doubted: bool = False
     moments: Sequence[float] = ()
-    launchable: bool = True
+    launchable: bool | None = False
+
+    @property
+    def shown(self) -> Stage:
+        """The stage that users are told: what is still to be tried is not steady."""
+        tried = self.stage is Stage.STEADY and self.launchable is None
+        return Stage.VERIFYING if tried else self.stage
 
     def same(self, graphs: Sequence[Captured], order: Order) -> bool:
         """Whether an iteration went as this kind goes."""

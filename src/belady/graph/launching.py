@@ -26,14 +26,14 @@ from belady.measure.verification import VERIFIED
 from belady.memory.cap import PAGE_BYTES
 from belady.memory.carrier import Carrier
 from belady.memory.geometry import below_autograd
-from belady.memory.launches import launches_for
+from belady.memory.launches import Launches, captures
 from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
 
 # Iterations of one kind in a row after which it is captured, at first: each time that what was
 # captured is given up, since something else runs too, twice as many.
-_ROW = 2
+_ROW = 1
 # Part of an iteration that a launch has to gain.
 _GAINS = 0.02
 # What is taken outside of the graphs leaves pieces, too.
@@ -71,17 +71,28 @@ class Launching:
         self._row, self._wanted = 0, _ROW
         self._samples: list[Sample] = []
 
+    def begin(self, kind: Kind) -> None:
+        """A plan is in force: see whether its iterations may be launched."""
+        self.rest()
+        assert kind.force is not None
+        alone = len(kind.graphs) == 1 and kind.order == _ONCE
+        moved = (it for it in kind.force.plan.decisions.values() if isinstance(it, Offload))
+        tiers = {it.tier for it in moved}
+        able = captures(self._carrier.device) and not _is_one_of_several()
+        kind.launchable = None if able and alone and tiers <= _TIERS else False
+
     def program(self, iteration: Iteration, graph: Captured, args: Sequence[Any]) -> Program | None:
         """What the first call of an iteration runs as; None: what its plan says."""
         kind = iteration.kind
         if kind is not self._kind or iteration.sample.tape is not None:
             self.rest()
             self._kind = kind
-        if not kind.launchable or kind.stage is not Stage.STEADY:
+        if kind.launchable is False or kind.stage is not Stage.STEADY:
             return None
         if self._launched is None and self._row >= self._wanted:
             self._launched = self._captured(kind, graph, args)
-            kind.launchable = self._launched is not None
+            if self._launched is None:
+                kind.launchable = False
         elif self._launched is not None and not self._launched.takes(args):
             self._wanted *= 2
             self.rest()
@@ -90,19 +101,20 @@ class Launching:
     @property
     def measures(self) -> bool:
         """Whether the next iteration is measured, if it is of the kind that is launched."""
-        return self._launched is not None and 0 < len(self._samples) <= VERIFIED
+        return bool(self._samples) and self._launched is not None
 
     def went(self, kind: Kind, sample: Sample) -> None:
         """An iteration went as planned."""
         if kind is not self._kind or kind.stage is not Stage.STEADY:
             return
         self._row += 1
-        if self._launched is None or len(self._samples) > VERIFIED:
+        if self._launched is None or kind.launchable is not None:
             return
         # The first one is captured, too.
         self._samples.append(sample)
         if len(self._samples) > VERIFIED:
             self._conclude(kind, summarize(self._samples[1:], 0, ()))
+            self._samples = []
 
     def rest(self) -> None:
         """Something else is going to run: give back what was captured."""
@@ -133,8 +145,8 @@ class Launching:
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
         took = format_seconds(found.seconds), format_seconds(before.seconds)
         _log.info("launched in one piece an iteration takes %s, otherwise %s", *took)
-        if not (gains and fits):
-            kind.launchable = False
+        kind.launchable = gains and fits
+        if not kind.launchable:
             self.rest()
             return
         # What is held is counted where ops are issued; what a launch holds is what was captured.
@@ -153,11 +165,12 @@ class Launching:
             for it in (*module.parameters(), *module.buffers())
         }
         force, joint = kind.force, graph.joint
-        if force is None or joint is None or not self._may_be(kind, graph, args, lasting):
+        assert force is not None
+        assert joint is not None
+        if reason := why_not(joint, graph.layout, args, lasting):
+            _log.info("an iteration cannot be captured: %s", reason)
             return None
-        launches = launches_for(self._carrier.device)
-        if launches is None:
-            return None
+        launches = Launches(self._carrier.device)
         try:
             carrier = self._carrier.fixed(_sent(force.drawn.trace, force.plan))
             contents, program = FixedContents(carrier, force.plan.decisions), force.programs[0]
@@ -175,19 +188,6 @@ class Launching:
         if launched is None:
             launches.forget()
         return launched
-
-    def _may_be(self, kind: Kind, graph: Captured, args: Sequence[Any], lasting: set[int]) -> bool:
-        force, joint = kind.force, graph.joint
-        alone = len(kind.graphs) == 1 and kind.order == _ONCE
-        if force is None or joint is None or not alone:
-            return False
-        moved = (it for it in force.plan.decisions.values() if isinstance(it, Offload))
-        if any(it.tier not in _TIERS for it in moved) or _is_one_of_several():
-            return False
-        reason = why_not(joint, graph.layout, args, lasting)
-        if reason:
-            _log.info("an iteration cannot be captured: %s", reason)
-        return not reason
 
     def _needed(self, kind: Kind, launched: Launched) -> float:
         """What torch will reserve, with what runs between launches."""

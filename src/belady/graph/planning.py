@@ -235,12 +235,11 @@ class Planning:
         return plan
 
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
-        self.launching.rest()
-        kind.launchable = True
         trial = replace(trial, plan=self._telling(drawn, trial.plan))
         fuse = None if self._inductor is None else self._inductor.fuse
         place = self._places.under(kind.graphs, drawn.trace, trial.plan, trial.hardware.allocator)
         kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse, place=place)
+        self.launching.begin(kind)
         kind.begin(trial, drawn.trace, self._carrier)
         if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)

@@ -203,7 +203,7 @@ class Session:
         self._planning.bits.forget()
         iteration.count_engine()
         if iteration.turned:
-            self._ended(iteration.kind.stage, iteration.sample)
+            self._ended(iteration.kind.shown, iteration.sample)
             order = tuple(iteration.order)
             if iteration.watched is not None:
                 self._observed(iteration, iteration.watched, order)
