@@ -30,7 +30,7 @@ class Rerun:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.launched = self.reserved_bytes = 0
+        self.launched = self.reserved_bytes = self.peak_bytes = 0
         self._models = models
         self._known: list[list[torch.UntypedStorage]] = []
 

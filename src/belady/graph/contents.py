@@ -11,8 +11,9 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 
 from belady.ir.plan import Decision, Encode, Offload
-from belady.memory.contents import Moved, Packed, Sender
+from belady.memory.contents import Moved, Packed
 from belady.memory.geometry import Geometry
+from belady.memory.sending import Sender
 from belady.memory.witness import demand_unchanged, witness
 
 P = ParamSpec("P")

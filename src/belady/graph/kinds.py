@@ -15,7 +15,9 @@ from belady.ir.plan import Plan
 from belady.measure.observe import undisturbed
 from belady.measure.progress import Progress
 from belady.measure.stages import Stage
+from belady.measure.trial import Trial
 
+ELSEWHERE = "lies on other bytes than it was traced with"
 MAY_BE_OFF = "what is predicted may be off"
 TWICE = (
     "an iteration with a second backward through the same call (retain_graph=True) is not planned, "
@@ -98,6 +100,10 @@ class Kind(Progress):
         Of its last iteration under a plan, see `belady.graph.iteration.Iteration`.
     launchable
         Whether its iterations go on as they were captured; None while that is to be tried.
+    issued
+        What was in force before a plan for launches, which has to be faster.
+    between_bytes
+        What the device has to have room for while nothing is launched.
     """
 
     graphs: tuple[Captured, ...] = ()
@@ -108,6 +114,8 @@ class Kind(Progress):
     doubted: bool = False
     moments: Sequence[float] = ()
     launchable: bool | None = False
+    issued: tuple[Drawn, Trial] | None = None
+    between_bytes: int = 0
 
     @property
     def shown(self) -> Stage:
@@ -134,6 +142,7 @@ class Kind(Progress):
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
         super().observe_again()
+        self.issued, self.launchable = None, False
         self.warm = self.force = self.counting = None
 
     def doubt(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,15 +15,27 @@ from belady.graph import autograd
 from belady.graph.contents import Content, Contents
 from belady.graph.doors import fake_value
 from belady.graph.joint import Joint
+from belady.graph.kinds import Force
 from belady.graph.layout import Layout
+from belady.graph.placing import gradients_of
 from belady.graph.program import Program
+from belady.ir.timeline import Measured, TierPeak
+from belady.ir.trace import Tier
 from belady.memory.fixed import FixedCarrier
 
 T = TypeVar("T")
 
 
 class Capturing(Protocol):
-    """`belady.memory.launches.Launches`, or what stands for it where there is no GPU."""
+    """`belady.memory.launches.Launches`, or what stands for it where there is no GPU.
+
+    Attributes
+    ----------
+    peak_bytes
+        Most bytes that the device held, once all is captured.
+    """
+
+    peak_bytes: int
 
     @property
     def reserved_bytes(self) -> int:
@@ -72,8 +85,10 @@ class Launched:
 
     Parameters
     ----------
+    force
+        A plan for one call of one graph.
     carrier
-        Its copies; None of the plan's decisions may need another one.
+        Its copies.
     lasting
         Names (``_cdata``) of the storages that outlive iterations: parameters and buffers.
     args
@@ -85,22 +100,22 @@ class Launched:
         What a call runs as.
     launches
         What has captured it.
-    result_bytes
-        Of what forward gives, which each launch takes anew.
     """
 
     def __init__(
         self,
-        joint: Joint,
-        program: Program,
+        force: Force,
         launches: Capturing,
-        contents: FixedContents,
         carrier: FixedCarrier,
         lasting: set[int],
         args: Sequence[Any],
     ) -> None:
-        self._program, self.launches = program, launches
-        self._contents, self._carrier = contents, carrier
+        (self._program,) = force.programs
+        self.launches, self._carrier = launches, carrier
+        forward = force.drawn.parts[0]
+        self._apart = () if force.place is None else gradients_of(forward)
+        self._places: list[torch.Tensor] = []
+        self._contents = FixedContents(carrier, force.plan.decisions, place=self._place)
         self._settings = settings()
         self._owed: weakref.ref[_Owed] | None = None
         self._given = [*args]
@@ -110,10 +125,10 @@ class Launched:
         self._read = [n for n, arg in enumerate(args) if _storage(arg) in lasting]
         self._addresses = [args[number].data_ptr() for number in self._read]
         self._told = [(n, arg) for n, arg in enumerate(args) if not isinstance(arg, torch.Tensor)]
-        self._tangents = [_like(fake_value(node), carrier.device) for node in joint.tangents]
+        self._tangents = [
+            _like(fake_value(node), carrier.device) for node in forward.joint.tangents
+        ]
         self._capture()
-        tensors = (it for it in self._results if isinstance(it, torch.Tensor))
-        self.result_bytes = sum(it.untyped_storage().nbytes() for it in tensors)
         self.program = Program(self._forward, self._backward, tuple(range(len(self._checked))))
 
     def takes(self, args: Sequence[Any]) -> bool:
@@ -126,11 +141,23 @@ class Launched:
             and _users(self._storages) == self._alone
         )
 
+    def measured(self, found: Measured) -> Measured:
+        """What was measured of launches, with what they hold and move, which nobody sees them do.
+
+        They take nothing from the device's allocator, which counted it when it was captured.
+        """
+        device = max(found.peak(Tier.DEVICE), self.launches.peak_bytes)
+        peaks = TierPeak(Tier.DEVICE, device), TierPeak(Tier.HOST, self._carrier.host_bytes)
+        return replace(found, peaks=peaks, moved=self._moved)
+
     def _capture(self) -> None:
         fresh: list[list[Any]] = []
         outside = {_storage(it) for it in self._given}
 
         def forward() -> tuple[list[Any], list[Any], tuple[int, ...]]:
+            # Before all else, so that they do not leave the rest in pieces.
+            device = self._carrier.device
+            self._places[:] = [_like(fake_value(node), device) for node in self._apart]
             made = self._program.forward([*self._given], self._contents, None)
             self._carrier.join()
             return made
@@ -152,9 +179,21 @@ class Launched:
         del made, results, saved
         self._launch_backward, self._gradients = self.launches.capture(backward)
         tensors = [it for it in self._gradients if isinstance(it, torch.Tensor)]
+        self._moved = self._carrier.moved
         self._storages = [_storage(it) for it in tensors]
         del tensors
         self._alone = _users(self._storages)
+
+    def _place(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Copy a large gradient to memory of its own."""
+        for number, place in enumerate(self._places):
+            if (place.shape, place.stride(), place.dtype) == (
+                gradient.shape,
+                gradient.stride(),
+                gradient.dtype,
+            ):
+                return self._places.pop(number).copy_(gradient)
+        return gradient
 
     def _kept(self, value: Any, outside: set[int]) -> Any:
         """What was saved, without holding bytes of the pool."""

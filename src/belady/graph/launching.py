@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from belady.errors import TierFullError
 from belady.graph.capture import Captured
-from belady.graph.doors import beneath_functions
+from belady.graph.doors import beneath_functions, fake_value
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind
-from belady.graph.launched import FixedContents, Launched, why_not
+from belady.graph.launched import Launched, why_not
 from belady.graph.program import Program
 from belady.ir.collector import seldom_collected
 from belady.ir.plan import Offload, Plan
@@ -81,8 +82,16 @@ class Launching:
         able = captures(self._carrier.device) and not _is_one_of_several()
         kind.launchable = None if able and alone and tiers <= _TIERS else False
 
-    def program(self, iteration: Iteration, graph: Captured, args: Sequence[Any]) -> Program | None:
-        """What the first call of an iteration runs as; None: what its plan says."""
+    def program(self, iteration: Iteration, call: int, args: Sequence[Any]) -> Program:
+        """What a call of an iteration under a plan runs as."""
+        kind = iteration.kind
+        force = kind.force if iteration.counted is None else kind.counting
+        assert force is not None
+        launched = None if call else self._first(iteration, args)
+        return force.programs[call] if launched is None else launched.program
+
+    def _first(self, iteration: Iteration, args: Sequence[Any]) -> Launched | None:
+        """What the first call of an iteration is launched as; None where it is issued."""
         kind = iteration.kind
         if kind is not self._kind or iteration.sample.tape is not None:
             self.rest()
@@ -90,18 +99,18 @@ class Launching:
         if kind.launchable is False or kind.stage is not Stage.STEADY:
             return None
         if self._launched is None and self._row >= self._wanted:
-            self._launched = self._captured(kind, graph, args)
+            self._launched = self._captured(kind, kind.graphs[0], args)
             if self._launched is None:
                 kind.launchable = False
         elif self._launched is not None and not self._launched.takes(args):
             self._wanted *= 2
             self.rest()
-        return None if self._launched is None else self._launched.program
+        return self._launched
 
-    @property
-    def measures(self) -> bool:
-        """Whether the next iteration is measured, if it is of the kind that is launched."""
-        return bool(self._samples) and self._launched is not None
+    def level(self, kind: Kind, *, recording: bool) -> int:
+        """How much of the next iteration is measured, see `belady.measure.monitor`."""
+        tried = kind is self._kind and self._launched is not None and self._samples
+        return 1 if tried else kind.level(recording=recording)
 
     def went(self, kind: Kind, sample: Sample) -> None:
         """An iteration went as planned."""
@@ -113,7 +122,7 @@ class Launching:
         # The first one is captured, too.
         self._samples.append(sample)
         if len(self._samples) > VERIFIED:
-            self._conclude(kind, summarize(self._samples[1:], 0, ()))
+            self._conclude(kind, self._launched)
             self._samples = []
 
     def rest(self) -> None:
@@ -136,22 +145,21 @@ class Launching:
         self.rest()
         return launched
 
-    def _conclude(self, kind: Kind, found: Measured) -> None:
+    def _conclude(self, kind: Kind, launched: Launched) -> None:
         """Go on launching where that is faster and within the budget."""
-        before = None if kind.trial is None else kind.trial.measured
+        found = launched.measured(summarize(self._samples[1:], 0, ()))
+        before = None if kind.issued is None else kind.issued[1].measured
         if kind.trial is None or before is None:
             return
-        gains = min(found.iterations) < (1 - _GAINS) * min(before.iterations)
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
         took = format_seconds(found.seconds), format_seconds(before.seconds)
         _log.info("launched in one piece an iteration takes %s, otherwise %s", *took)
-        kind.launchable = gains and fits
+        kind.launchable = fits and gains(min(found.iterations), before)
         if not kind.launchable:
             self.rest()
             return
-        # What is held is counted where ops are issued; what a launch holds is what was captured.
-        peaks, moved = before.peaks, before.moved
-        kind.trial = replace(kind.trial, measured=replace(found, peaks=peaks, moved=moved))
+        kind.issued = None
+        kind.trial = replace(kind.trial, measured=found)
         self.notes[:] = [
             f"forward and backward are captured and launched in one piece each (CUDA graphs): "
             f"{took[0]} an iteration where issuing them took {took[1]}"
@@ -173,30 +181,49 @@ class Launching:
         launches = Launches(self._carrier.device)
         try:
             carrier = self._carrier.fixed(_sent(force.drawn.trace, force.plan))
-            contents, program = FixedContents(carrier, force.plan.decisions), force.programs[0]
             with below_autograd(), beneath_functions(), seldom_collected():
-                launched = Launched(joint, program, launches, contents, carrier, lasting, args)
+                launched = Launched(force, launches, carrier, lasting, args)
         except (RuntimeError, TierFullError) as error:
             _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
             launched = None
         launches.over()
-        needed = 0 if launched is None else self._needed(kind, launched)
-        if needed > self._budget_bytes:
-            lacks = format_bytes(int(needed) - self._budget_bytes)
+        needed = launches.reserved_bytes + kind.between_bytes
+        if launched is not None and needed > self._budget_bytes:
+            lacks = format_bytes(needed - self._budget_bytes)
             _log.info("an iteration that is captured needs %s more than there is", lacks)
             launched = None
         if launched is None:
             launches.forget()
         return launched
 
-    def _needed(self, kind: Kind, launched: Launched) -> float:
-        """What torch will reserve, with what runs between launches."""
-        assert kind.force is not None
-        loss = max((part.outside_bytes for part in kind.force.drawn.parts), default=0)
+    def beside_bytes(self, kind: Kind) -> int:
+        """What is needed beside launches, as far as it is known: it cannot lie where they write.
+
+        That is copies of what forward is given and gives, and of what backward is given; and what
+        the loss, or the optimizer's step, has at most.
+        """
+        if kind.force is None:
+            return 0
+        parts = kind.force.drawn.parts
+        joint, inputs, kinds = parts[0].joint, parts[0].inputs, parts[0].kinds
+        lasting = {node for node, it in zip(joint.primals, inputs, strict=True) if it in kinds}
+        copied = [it for it in joint.primals if it not in lasting]
+        fixed = _bytes_of(copied) + _bytes_of(joint.tangents)
+        loss = _bytes_of(joint.forward_outputs) + max(part.outside_bytes for part in parts)
         stepping = max((it.beside_bytes for it in kind.samples), default=0)
-        between = max(launched.result_bytes + loss, stepping)
-        reserved = launched.launches.reserved_bytes
-        return reserved + _PIECES * between + _PAGES * PAGE_BYTES
+        kind.between_bytes = int(_PIECES * max(loss, stepping)) + _PAGES * PAGE_BYTES
+        return fixed + kind.between_bytes
+
+
+def gains(seconds: float, before: Measured) -> bool:
+    """Whether an iteration of so many seconds is worth it."""
+    return seconds < (1 - _GAINS) * min(before.iterations)
+
+
+def _bytes_of(nodes: Iterable[Any]) -> int:
+    """Of what these nodes stand for."""
+    values = (fake_value(node) for node in nodes if isinstance(node, fx.Node))
+    return sum(it.nbytes for it in values if isinstance(it, torch.Tensor))
 
 
 def _sent(trace: Trace, plan: Plan) -> dict[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ import torch
 from belady.errors import InfeasibleBudgetError
 from belady.graph import convolutions
 from belady.graph.bits import Bits
+from belady.graph.calls import part_of
 from belady.graph.capture import Captured
 from belady.graph.doors import fake_value
 from belady.graph.kinds import Force, Kind, all_go_back
-from belady.graph.launching import Launching
+from belady.graph.launching import Launching, gains
 from belady.graph.ops import fusion_of
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
@@ -205,11 +207,38 @@ class Planning:
         kind.force = replace(force, drawn=drawn)
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
+        if kind.stage is Stage.STEADY and kind.launchable is None:
+            self._try_launches(kind)
 
-    def tighten(self, kind: Kind) -> None:
+    def begin(self, kind: Kind) -> None:
+        """An iteration of a kind begins: go by what the last one has shown."""
+        if kind.starved:
+            self._tighten(kind)
+        elif kind.issued is not None and kind.launchable is False:
+            (drawn, trial), kind.issued = kind.issued, None
+            self._put_in_force(kind, drawn, trial)
+            kind.launchable = False
+
+    def _try_launches(self, kind: Kind) -> None:
+        """Put a plan in force for launches, where the host is what an iteration waits for."""
+        force, issued = kind.force, kind.trial
+        if force is None or issued is None or issued.measured is None:
+            return
+        trace, beside = force.drawn.trace, self.launching.beside_bytes(kind)
+        kind.launchable = False
+        with suppress(InfeasibleBudgetError):
+            numerics = self._numerics(kind)
+            trace, trial = self._verification.launched(trace, issued, beside, *numerics)
+            if gains(trial.plan.predicted_seconds, issued.measured):
+                self._put_in_force(kind, replace(force.drawn, trace=trace), trial)
+                kind.issued = force.drawn, issued
+                if kind.launchable is None:
+                    # Whether it is faster shows when it is launched; what it needs fits.
+                    kind.stage = Stage.STEADY
+
+    def _tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
         kind.starved = False
-        self.launching.rest()
         force = kind.force
         if force is None:
             return
@@ -258,25 +287,3 @@ def _fused(trace: Trace) -> Trace:
         for op in trace.ops
     )
     return replace(trace, ops=tuple(ops))
-
-
-def part_of(
-    graph: Captured, call: int, args: Sequence[Any], names: Names, lasting: Lasting
-) -> Part:
-    """The forward of a call with ``args``."""
-    if graph.joint is None:
-        raise RuntimeError("a graph that was not cut cannot be called")
-    inputs = [names.of(arg) for arg in args]
-    found = Part(call, graph.name, graph.joint, graph.layout, True, inputs, lasting.kinds)
-    found.modules = lasting.paths.of(graph, graph.joint, args)
-    return found
-
-
-def backward_of(
-    graph: Captured, call: int, args: Sequence[Any], names: Names, lasting: Lasting
-) -> Part:
-    """The backward of a call, given ``args``."""
-    if graph.joint is None:
-        raise RuntimeError("a graph that was not cut has no backward of ours")
-    inputs = [names.of(arg) for arg in args]
-    return Part(call, graph.name, graph.joint, graph.layout, False, inputs, lasting.kinds)

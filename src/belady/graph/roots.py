@@ -165,7 +165,7 @@ class Roots:
     def rest(self) -> None:
         """A root is called without gradients, which needs memory as well."""
         if self.conductor is not None:
-            self.conductor.rest()
+            self.conductor.launching.rest()
 
     def left_out(self, reasons: list[str]) -> None:
         """Note what of a call was not captured."""

@@ -10,12 +10,13 @@ import torch
 
 from belady.graph import autograd
 from belady.graph.admission import Admission
+from belady.graph.calls import backward_of, part_of
 from belady.graph.capture import Captured
 from belady.graph.contents import Contents
 from belady.graph.counting import Counted
 from belady.graph.iteration import Iteration
-from belady.graph.kinds import MAY_BE_OFF, TWICE, Kind, Order, goes_back_once, settled
-from belady.graph.planning import Planning, backward_of, part_of
+from belady.graph.kinds import ELSEWHERE, MAY_BE_OFF, TWICE, Kind, Order, goes_back_once, settled
+from belady.graph.planning import Planning
 from belady.graph.refusals import unmanaged
 from belady.graph.state import State, Turn
 from belady.graph.trace import draw
@@ -55,6 +56,8 @@ class Session:
         What a user should know, one sentence each.
     admission
         What is done to modules before they run.
+    launching
+        Has iterations launched as they were captured.
     calling
         Name of the root whose call is under way, or was the last one.
     """
@@ -76,6 +79,7 @@ class Session:
         self.admission = Admission(policy, hardware, carrier.device)
         self._modules = modules
         self._planning = Planning(modules, policy, hardware, carrier, inductor)
+        self.launching = self._planning.launching
         self._hardware = hardware
         self._carrier = carrier
         self._ended = ended
@@ -131,13 +135,10 @@ class Session:
                 watched.enter(part_of(graph, call, args, watched.names, watched.lasting), args)
             contents = Contents(self._carrier, floor.plan.decisions)
             return Turn(floor.programs[0], contents, watched, (iteration, call))
-        assert force is not None
-        if (counted := iteration.counted) is not None and kind.counting is not None:
-            counted.seen(args)
-            force = kind.counting
-        captured = self._planning.launching.program(iteration, graph, args) if call == 0 else None
-        program = captured or force.programs[call]
-        return Turn(program, iteration.contents, counted, (iteration, call))
+        if iteration.counted is not None:
+            iteration.counted.seen(args)
+        program = self.launching.program(iteration, call, args)
+        return Turn(program, iteration.contents, iteration.counted, (iteration, call))
 
     def left(self, graph: Captured, state: State, results: Sequence[Any]) -> None:
         """Note what came out."""
@@ -222,12 +223,8 @@ class Session:
         """The device ran out of memory: give the iteration up, tighten the plan of the next."""
         kind = self._latest if self._iteration is None else self._iteration.kind
         if kind is not None:
-            kind.starved = not self._planning.launching.starved(kind)
+            kind.starved = not self.launching.starved(kind)
         self._abandon()
-
-    def rest(self) -> None:
-        """The models are going to do something else than train."""
-        self._planning.launching.rest()
 
     def _abandon(self) -> None:
         iteration, self._iteration = self._iteration, None
@@ -261,15 +258,14 @@ class Session:
 
     def _begin(self, graph: Captured) -> Iteration:
         kind = self._kinds.setdefault(graph, Kind(unwatched=self._planning.unwatched))
-        if kind.starved:
-            self._planning.tighten(kind)
+        self._planning.begin(kind)
         watched = counted = None
         if kind.watched:
             tries = self._planning.recomputes
             watched = Watched.begin(self._modules, self.device, tries=tries)
         if kind.counting is not None:
             counted = Counted(self._modules, self._hardware.allocator)
-        level = int(self._planning.launching.measures) or kind.level(recording=self._recording)
+        level = self.launching.level(kind, recording=self._recording)
         sample = self._monitor.begin(level, paced=True)
         self._iteration = Iteration.of(kind, self._carrier, watched, counted, sample)
         return self._iteration
@@ -277,12 +273,12 @@ class Session:
     def _observed(self, iteration: Iteration, watched: Watched, order: Order) -> None:
         kind, drawn = iteration.kind, None
         if goes_back_once(order):
-            for op in sorted(watched.surprises):
-                self._note(f"{op} lies on other bytes than it was traced with: {MAY_BE_OFF}")
+            said = [f"{op} {ELSEWHERE}: {MAY_BE_OFF}" for op in sorted(watched.surprises)]
             parts, unseen = watched.finish(), watched.unseen_bytes()
             drawn = draw(parts, self.device, unseen, watched.released, watched.thrown_away)
         else:
-            self._note(TWICE)
+            said = [TWICE]
+        self.notes += [it for it in said if it not in self.notes]
         usable = drawn is not None
         alike = kind.seen(alike=usable and kind.same(iteration.graphs, order), usable=usable)
         if alike and drawn is not None:
@@ -291,19 +287,14 @@ class Session:
         else:
             kind.graphs, kind.order, kind.warm = tuple(iteration.graphs), order, drawn
 
-    def _note(self, sentence: str) -> None:
-        if sentence not in self.notes:
-            self.notes.append(sentence)
-
     def _carried_out(self, iteration: Iteration, order: Order) -> None:
         self._latest = kind = iteration.kind
         if iteration.strayed or not kind.same(iteration.graphs, order):
             kind.went_otherwise()
             return
         self._recording = not kind.recorded(iteration.sample) and self._recording
-        counted, kind.counting = iteration.counted, None
-        kind.moments = iteration.moments
-        peak = 0 if counted is None else counted.peak_bytes
+        kind.counting, kind.moments = None, iteration.moments
+        peak = 0 if iteration.counted is None else iteration.counted.peak_bytes
         if kind.went_as_planned(iteration.sample, peak):
             self._planning.verify(kind)
-        self._planning.launching.went(kind, iteration.sample)
+        self.launching.went(kind, iteration.sample)

@@ -11,6 +11,7 @@ from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
 from belady.memory.cap import SPARE_BYTES
+from belady.units import format_bytes
 
 # Part of a budget up to which a plan needs nothing of the allocator.
 _NEAR = 0.5
@@ -85,3 +86,20 @@ def margin(trial: Trial) -> tuple[float, bool]:
     """The margin of a plan that was measured, and whether the allocator had to flush its cache."""
     flushed = trial.measured is not None and trial.measured.allocation_retries > 0
     return trial.hardware.allocator.margin_fraction, flushed
+
+
+def why(last: Trial, measured: Measured, hardware: HardwareProfile, *, higher: bool) -> list[str]:
+    """What is said of another margin."""
+    found = []
+    if measured.allocation_retries:
+        found.append(
+            f"under a margin of {last.hardware.allocator.margin_fraction:.0%} the allocator "
+            f"had to flush its cache: tried {hardware.allocator.margin_fraction:.0%}"
+        )
+    if higher:
+        found.append(
+            f"a peak of {format_bytes(measured.peak(Tier.DEVICE))} was measured and "
+            f"{format_bytes(last.plan.predicted_peak_bytes)} were predicted: tried with a margin "
+            "larger by the difference"
+        )
+    return found

@@ -27,7 +27,8 @@ from belady.measure.monitor import Sample
 from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
-from belady.measure.trial import Trial, best, fastest, margin
+from belady.measure.trial import Trial, best, fastest, margin, why
+from belady.measure.unissued import launching, unissued
 from belady.planners import plan as make_plan
 from belady.planners.price import KEPT, price
 from belady.simulate import simulate
@@ -221,9 +222,24 @@ class Verification:
             return trace, None
         if peak is None and made.predicted_seconds >= fastest(tried):
             return trace, None
-        why = _why(replace(last, plan=plan), measured, hardware, higher=peak is not None)
-        self._tell(*why)
+        self._tell(*why(replace(last, plan=plan), measured, hardware, higher=peak is not None))
         return trace, Trial(made, hardware, last.policy)
+
+    def launched(
+        self, trace: Trace, trial: Trial, beside_bytes: int, *numerics: str
+    ) -> tuple[Trace, Trial]:
+        """The trace, and the plan for it, of an iteration that is launched as it was captured.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan leaves ``beside_bytes`` of the budget.
+        """
+        trace, hardware = unissued(trace), launching(trial.hardware, beside_bytes)
+        make = self._planner(trial.policy, trace, numerics)
+        if trial.policy in FILLING:
+            return trace, Trial(*suited(trace, hardware, make), trial.policy)
+        return trace, Trial(make(hardware), hardware, trial.policy)
 
     def tighter(self, trace: Trace, tried: Sequence[Trial], *numerics: str) -> Trial | None:
         """What to go on with where the device ran out of memory under the last of ``tried``.
@@ -274,20 +290,3 @@ class Verification:
             format_seconds(plan.predicted_seconds),
         )
         return plan
-
-
-def _why(last: Trial, measured: Measured, hardware: HardwareProfile, *, higher: bool) -> list[str]:
-    """What is said of another margin."""
-    found = []
-    if measured.allocation_retries:
-        found.append(
-            f"under a margin of {last.hardware.allocator.margin_fraction:.0%} the allocator "
-            f"had to flush its cache: tried {hardware.allocator.margin_fraction:.0%}"
-        )
-    if higher:
-        found.append(
-            f"a peak of {format_bytes(measured.peak(Tier.DEVICE))} was measured and "
-            f"{format_bytes(last.plan.predicted_peak_bytes)} were predicted: tried with a margin "
-            "larger by the difference"
-        )
-    return found

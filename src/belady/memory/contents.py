@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,48 +15,11 @@ from belady.ir.trace import Tier
 from belady.memory.carrier import Carrier
 from belady.memory.codecs import Encoded, decode, encode, encode_as
 from belady.memory.geometry import Geometry, content_of, seen, unseen
+from belady.memory.sending import Landing, Sender, Sent
 from belady.memory.streams import current_stream
 
 # To enter a real context where nothing is to be shut out costs as much as an allocation.
 _AS_IT_IS = nullcontext()
-
-
-class Landing(Protocol):
-    """Bytes on their way back, as `belady.memory.parcels.Arrival` has them."""
-
-    tensor: torch.Tensor
-
-    def wait(self) -> None:
-        """Make the current stream wait for them."""
-        ...
-
-
-class Sent(Protocol):
-    """Bytes in a tier, as `belady.memory.parcels.Parcel` has them."""
-
-    def wait_sent(self) -> None:
-        """Make the current stream wait until they have left the device."""
-        ...
-
-    def fetch(self) -> Landing:
-        """Start to copy them back."""
-        ...
-
-
-class Sender(Protocol):
-    """Carries bytes between the device and the tiers below it: `Carrier`, for one.
-
-    Attributes
-    ----------
-    device
-        With its index.
-    """
-
-    device: torch.device
-
-    def send(self, source: torch.Tensor, tier: Tier, label: int = -1) -> Sent:
-        """Start to copy bytes out."""
-        ...
 
 
 class Moved:

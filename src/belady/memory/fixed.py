@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from belady.ir.timeline import Lane
+from belady.ir.timeline import Lane, Moved
 from belady.ir.trace import Tier
 from belady.memory.fences import Fence
 from belady.memory.lanes import Lanes
@@ -39,6 +39,17 @@ class FixedCarrier:
         self._lanes = lanes
         self._places = places
         self._last: dict[Lane, Fence] = {}
+        self._moved: dict[Lane, list[int]] = {}
+
+    @property
+    def host_bytes(self) -> int:
+        """What the places take."""
+        return sum(place.numel() for place in self._places.values())
+
+    @property
+    def moved(self) -> tuple[Moved, ...]:
+        """What was copied since it was made, by lane."""
+        return tuple(Moved(lane, sum(it), len(it)) for lane, it in self._moved.items())
 
     @classmethod
     def of(
@@ -84,6 +95,7 @@ class FixedCarrier:
         """Issue a copy that starts after ``after`` and what the current stream does so far."""
         fence = self._lanes.copy(lane, target, source, (self._lanes.present(), *after))
         self._last[lane] = fence
+        self._moved.setdefault(lane, []).append(target.numel())
         return fence
 
     def wait(self, fence: Fence) -> None:

@@ -28,13 +28,20 @@ class Launches:
     ----------
     device
         With its index.
+
+    Attributes
+    ----------
+    peak_bytes
+        Most bytes allocated at once, of all that is there, once all is captured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.peak_bytes = 0
         # What is free elsewhere, the pool is not given.
         self._without_workspaces()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         count_as_ours(self._pool)
@@ -80,6 +87,7 @@ class Launches:
 
     def over(self) -> None:
         """All is captured."""
+        self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
         self._without_workspaces()
 
     def wait(self) -> None:
