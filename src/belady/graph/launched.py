@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import fx
 
 from belady.graph import autograd
 from belady.graph.contents import Content, Contents
 from belady.graph.doors import fake_value
-from belady.graph.joint import Joint
 from belady.graph.kinds import Force
-from belady.graph.layout import Layout
+from belady.graph.launchable import is_copied, settings, storage_of
 from belady.graph.placing import gradients_of
 from belady.graph.program import Program
 from belady.ir.timeline import Measured, TierPeak
@@ -119,10 +117,10 @@ class Launched:
         self._settings = settings()
         self._owed: weakref.ref[_Owed] | None = None
         self._given = [*args]
-        self._copied = [n for n, arg in enumerate(args) if _is_copied(arg, lasting)]
+        self._copied = [n for n, arg in enumerate(args) if is_copied(arg, lasting)]
         for number in self._copied:
             self._given[number] = _copy(args[number])
-        self._read = [n for n, arg in enumerate(args) if _storage(arg) in lasting]
+        self._read = [n for n, arg in enumerate(args) if storage_of(arg) in lasting]
         self._addresses = [args[number].data_ptr() for number in self._read]
         self._told = [(n, arg) for n, arg in enumerate(args) if not isinstance(arg, torch.Tensor)]
         self._tangents = [
@@ -152,7 +150,7 @@ class Launched:
 
     def _capture(self) -> None:
         fresh: list[list[Any]] = []
-        outside = {_storage(it) for it in self._given}
+        outside = {storage_of(it) for it in self._given}
 
         def forward() -> tuple[list[Any], list[Any], tuple[int, ...]]:
             # Before all else, so that they do not leave the rest in pieces.
@@ -173,14 +171,14 @@ class Launched:
         self._results = [self._kept(it, outside) for it in results]
         self._saved = [self._kept(it, outside) for it in saved]
         checked = (saved[place] for place in self._program.checked)
-        self._checked = [it for it in checked if _storage(it) in outside]
+        self._checked = [it for it in checked if storage_of(it) in outside]
         fresh.append(saved)
         # Backward is captured as it runs: what it consumes goes, and others get the bytes.
         del made, results, saved
         self._launch_backward, self._gradients = self.launches.capture(backward)
         tensors = [it for it in self._gradients if isinstance(it, torch.Tensor)]
         self._moved = self._carrier.moved
-        self._storages = [_storage(it) for it in tensors]
+        self._storages = [storage_of(it) for it in tensors]
         del tensors
         self._alone = _users(self._storages)
 
@@ -201,7 +199,7 @@ class Launched:
             return _Kept(value, self.launches)
         if not isinstance(value, torch.Tensor) or value.device != self._carrier.device:
             return value
-        return value if _storage(value) in outside else self.launches.seen(value)
+        return value if storage_of(value) in outside else self.launches.seen(value)
 
     def _saved_again(self, contents: Contents) -> list[Any]:
         """What forward saved, as it was when its launch had ended."""
@@ -250,53 +248,6 @@ class _Kept:
         content.bytes = copy.copy(self._bytes)
         contents.go_on(content)
         return content
-
-
-def why_not(joint: Joint, layout: Layout, args: Sequence[Any], lasting: set[int]) -> str:
-    """What keeps a graph from being launched; empty where nothing does."""
-    device_types = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
-    taken = {layout.storage_of.get(node, -1) for node in joint.primals}
-    written = {it for step in joint.forward for it in layout.writes_to(step)}
-    copied = {
-        layout.storage_of.get(node, -1)
-        for node, arg in zip(joint.primals, args, strict=True)
-        if _is_copied(arg, lasting)
-    }
-    results, gradients = (
-        [layout.storage_of.get(it, -1) for it in given if isinstance(it, fx.Node)]
-        for given in (joint.forward_outputs, joint.backward_outputs)
-    )
-    if len(device_types) > 1:
-        return "it takes a number that is on another device"
-    if copied & written:
-        return "it writes to what it is given"
-    if taken & {*results, *gradients} or len({*results}) < len(results):
-        return "what it gives shares bytes"
-    return ""
-
-
-def settings() -> tuple[object, ...]:
-    """What kernels depend on beside what they are given."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        matmul.fp32_precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.deterministic,
-        cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-    )
-
-
-def _is_copied(arg: Any, lasting: set[int]) -> bool:
-    return isinstance(arg, torch.Tensor) and _storage(arg) not in lasting
-
-
-def _storage(value: Any) -> int:
-    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else -1
 
 
 def _users(storages: Sequence[int]) -> list[int]:

@@ -15,7 +15,8 @@ from belady.graph.capture import Captured
 from belady.graph.doors import beneath_functions, fake_value
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind
-from belady.graph.launched import Launched, why_not
+from belady.graph.launchable import storage_of, why_not
+from belady.graph.launched import Launched
 from belady.graph.program import Program
 from belady.ir.collector import seldom_collected
 from belady.ir.plan import Offload, Plan
@@ -168,7 +169,7 @@ class Launching:
     def _captured(self, kind: Kind, graph: Captured, args: Sequence[Any]) -> Launched | None:
         """The parts of an iteration as launches, where there is room for what else is needed."""
         lasting = {
-            it.untyped_storage()._cdata
+            storage_of(it)
             for module in self._modules
             for it in (*module.parameters(), *module.buffers())
         }
