@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 import belady
 from belady.graph import launching
+from belady.graph.kinds import Kind
+from belady.graph.launched import Launched
+from belady.graph.launching import Launching
+from belady.ir.hardware import HardwareProfile
+from belady.ir.plan import Budget, Plan
+from belady.ir.trace import Tier, Trace
+from belady.measure import verification
+from belady.simulate import simulate
+from tests.parity.racing import random_plan
 from tests.support.launches import Rerun, launching_on_a_cpu
 from tests.support.models import CNN, GPT, TIED, Task
 from tests.support.training import (
     Step,
     Training,
+    accumulating,
+    autocast,
+    by_hand,
+    clipping,
     differences,
+    evaluating,
     plain,
     repeatable,
+    short_at_the_end,
+    zeroing_first,
 )
 
 ITERATIONS = range(16)
+# Iteration that is launched first: two are observed, one settles, two are verified, and one runs
+# under the plan for launches.
+FIRST = 6
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +69,137 @@ def test_launches_train_as_plain_pytorch(
 ) -> None:
     (only,) = train(task, plain, policy, monkeypatch)
     assert only.launched >= 8
+
+
+@pytest.mark.parametrize(
+    "step",
+    [accumulating, autocast, by_hand, clipping, evaluating, short_at_the_end, zeroing_first],
+)
+@pytest.mark.parametrize("policy", ["baseline", "vdnn_all"])
+def test_ways_to_write_an_iteration(
+    policy: str, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(CNN, step, policy, monkeypatch)
+
+
+def suddenly_twice(training: Training, index: int) -> list[Tensor]:
+    """A second backward through the same call, once launches have begun."""
+    loss = training.loss(index)
+    if index == 11:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+def moving_a_parameter(training: Training, index: int) -> list[Tensor]:
+    """A parameter lies elsewhere from some iteration on."""
+    if index == 11:
+        weight = training.model.get_parameter("layers.0.weight")
+        weight.data = weight.data.clone()
+    return plain(training, index)
+
+
+def precisely(training: Training, index: int) -> list[Tensor]:
+    """Another setting of torch's that kernels depend on."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = index >= 11
+    try:
+        return plain(training, index)
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@pytest.mark.parametrize("step", [suddenly_twice, moving_a_parameter, precisely])
+@pytest.mark.parametrize("policy", ["baseline", "vdnn_all"])
+def test_what_a_launch_would_not_do_is_issued(
+    policy: str, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = train(CNN, step, policy, monkeypatch)
+    assert made[0].launched >= 6
+    if step is not suddenly_twice:
+        # What was captured is given up, and the next is captured when all has been quiet.
+        assert len(made) == 2
+        assert made[0].launched == 2 * (11 - FIRST)
+
+
+def at_random(
+    _name: str, trace: Trace, hardware: HardwareProfile, budget: Budget, *, seed: int, **_: bool
+) -> Plan:
+    """In place of a policy's planner: any decisions."""
+    plan = random_plan(trace, "direct", seed)
+    timeline = simulate(trace, hardware, plan)
+    return replace(
+        plan,
+        budget=budget,
+        predicted_peak_bytes=timeline.peak(Tier.DEVICE),
+        predicted_seconds=timeline.seconds,
+    )
+
+
+@pytest.mark.parametrize("step", [plain, suddenly_twice])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("task", [CNN, GPT], ids=lambda it: it.name)
+def test_any_plan_can_be_launched(
+    task: Task, seed: int, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "make_plan", partial(at_random, seed=seed))
+    made = train(task, step, "vdnn_all", monkeypatch)
+    assert made[0].launched >= 6
+
+
+def keeping(training: Training, index: int) -> list[Tensor]:
+    """Results and gradients of every iteration are looked at in later ones."""
+    x, y = training.batch(index)
+    given = training.model(x)
+    loss = training.task.loss(given, y)
+    loss.backward()
+    training.optimizer.step()
+    if index % 5 == 0:
+        kept.append((given, given.detach().clone()))
+        kept.extend((it.grad, it.grad.clone()) for it in training.model.parameters())
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+kept: list[tuple[Tensor, Tensor]] = []
+
+
+def test_what_is_given_out_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.clear()
+    (first, *_) = train(CNN, keeping, "vdnn_all", monkeypatch)
+    assert first.launched > 0
+    assert all(torch.equal(it, before) for it, before in kept)
+
+
+def test_launches_that_gain_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Rerun] = []
+    concluded = Launching._conclude
+
+    def slower(self: Launching, kind: Kind, launched: Launched) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launching, "_GAINS", 1.0)
+            concluded(self, kind, launched)
+
+    monkeypatch.setattr(Launching, "_conclude", slower)
+    made = train(CNN, plain, "vdnn_all", monkeypatch)
+    assert [it.launched for it in made] == [2 * 3]
+
+
+def test_what_cannot_be_captured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Rerun, issue: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Rerun, "capture", refuse)
+    made = train(CNN, plain, "vdnn_all", monkeypatch)
+    assert [it.launched for it in made] == [0]
+
+
+def test_what_lacks_room_when_it_is_captured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rerun, "reserved", 1 << 40)
+    made = train(CNN, plain, "vdnn_all", monkeypatch)
+    assert [it.launched for it in made] == [0]
 
 
 @pytest.mark.gpu

@@ -295,6 +295,6 @@ class Session:
         self._recording = not kind.recorded(iteration.sample) and self._recording
         kind.counting, kind.moments = None, iteration.moments
         peak = 0 if iteration.counted is None else iteration.counted.peak_bytes
+        self.launching.went(kind, iteration.sample)
         if kind.went_as_planned(iteration.sample, peak):
             self._planning.verify(kind)
-        self.launching.went(kind, iteration.sample)

@@ -86,7 +86,8 @@ class FixedCarrier:
 
     def send(self, source: torch.Tensor, tier: Tier, label: int = -1) -> FixedParcel:
         """Copy ``source`` out, after what the current stream does so far."""
-        place = self._places[label]
+        # Traced without bytes, a storage can be a little larger than it is.
+        place = self._places[label][: source.numel()]
         return FixedParcel(self, place, self.copy(Lane.COPY_OUT, place, source, ()))
 
     def copy(

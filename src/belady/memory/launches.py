@@ -8,7 +8,6 @@ Graphs"); what it reads and writes lies where it lay when it was captured.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -66,11 +65,28 @@ class Launches:
             try:
                 given = issue()
             except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
+                self._end(graph)
                 raise
-            graph.capture_end()
+            self._end(graph)
         return graph.replay, given
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture, also one that the driver has ended because of what was issued.
+
+        Torch then leaves its allocator, and its random generator, as if it went on.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            index = self._device.index
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+            # The end of any other capture puts the generator right.
+            another = torch.cuda.CUDAGraph()
+            another.capture_begin(capture_error_mode="thread_local")
+            torch.empty(1, device=self._device).zero_()
+            another.capture_end()
+            raise
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """The bytes of ``tensor``, of the pool, without holding them: others may be given them.

@@ -1,0 +1,104 @@
+"""What was captured runs again where it ran; a capture that fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from belady.ir.trace import Tier
+from belady.memory.fixed import FixedCarrier
+from belady.memory.lanes import lanes_for
+from belady.memory.launches import Launches
+
+DEVICE = torch.device("cuda", 0)
+MANY = 1 << 20
+
+pytestmark = pytest.mark.gpu
+
+
+def doubled(launches: Launches, given: torch.Tensor) -> torch.Tensor:
+    """What a launch makes of ``given`` times two."""
+    launch, made = launches.capture(lambda: given * 2)
+    launches.over()
+    launch()
+    return made.clone()
+
+
+def test_a_launch_reads_and_writes_where_it_was_captured() -> None:
+    given = torch.arange(MANY, device=DEVICE, dtype=torch.float32)
+    launches = Launches(DEVICE)
+    launch, made = launches.capture(lambda: given * 2)
+    seen = launches.seen(made)
+    for factor in (1.0, 3.0):
+        given.fill_(factor)
+        launch()
+        assert torch.equal(seen, torch.full_like(given, 2 * factor))
+    assert launches.peak_bytes == 0
+    launches.over()
+    assert launches.peak_bytes > 2 * MANY * 4
+
+
+def test_what_waits_for_the_device_is_refused_and_nothing_stays() -> None:
+    given = torch.ones(MANY, device=DEVICE)
+    before = torch.cuda.memory_allocated(DEVICE)
+    torch.cuda.manual_seed(3)
+    expected = torch.randn(4, device=DEVICE)
+    torch.cuda.manual_seed(3)
+    launches = Launches(DEVICE)
+    with pytest.raises(RuntimeError):
+        launches.capture(lambda: (torch.randn(8, device=DEVICE), given.sum().item()))
+    launches.over()
+    # The allocator gives back, pools come and go, and random numbers go on as if nothing was.
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        torch.empty(MANY, device=DEVICE)
+    del pool, launches
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.equal(torch.randn(4, device=DEVICE), expected)
+    assert torch.equal(doubled(Launches(DEVICE), given), 2 * given)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated(DEVICE) <= before + expected.nbytes + 512
+
+
+def test_a_capture_that_lacks_memory_is_refused() -> None:
+    given = torch.ones(MANY, device=DEVICE)
+    launches = Launches(DEVICE)
+    torch.cuda.set_per_process_memory_fraction(2**28 / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            launches.capture(lambda: torch.empty(1 << 30, device=DEVICE))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    launches.over()
+    torch.cuda.empty_cache()
+    assert torch.equal(doubled(Launches(DEVICE), given), 2 * given)
+
+
+def test_copies_to_fixed_places_are_launched_too() -> None:
+    given = torch.zeros(MANY, dtype=torch.uint8, device=DEVICE)
+    place = torch.empty(MANY, dtype=torch.uint8, pin_memory=True)
+    carrier, launches = FixedCarrier(lanes_for(DEVICE), {7: place}), Launches(DEVICE)
+
+    def there() -> object:
+        parcel = carrier.send(given + 1, Tier.HOST, 7)
+        carrier.join()
+        return parcel
+
+    def back() -> torch.Tensor:
+        arrival = parcel.fetch()
+        arrival.wait()
+        made = arrival.tensor + 1
+        carrier.join()
+        return made
+
+    out, parcel = launches.capture(there)
+    into, made = launches.capture(back)
+    launches.over()
+    for number in (3, 5):
+        given.fill_(number)
+        out()
+        into()
+        assert torch.equal(made, torch.full_like(given, number + 2))
