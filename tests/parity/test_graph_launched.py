@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_launches_train_as_plain_pytorch(
 
 @pytest.mark.parametrize(
     "step",
-    [accumulating, autocast, by_hand, clipping, evaluating, short_at_the_end, zeroing_first],
+    [autocast, by_hand, clipping, evaluating, short_at_the_end, zeroing_first],
 )
 @pytest.mark.parametrize("policy", ["baseline", "vdnn_all"])
 def test_ways_to_write_an_iteration(
@@ -149,6 +150,24 @@ def test_any_plan_can_be_launched(
     assert made[0].launched >= 6
 
 
+def zeroing_after(training: Training, index: int) -> list[Tensor]:
+    """Gradients of the step before are there while forward runs."""
+    loss = training.loss(index)
+    training.optimizer.zero_grad()
+    loss.backward()
+    training.optimizer.step()
+    return [loss]
+
+
+@pytest.mark.parametrize("step", [zeroing_after, accumulating])
+@pytest.mark.parametrize("policy", ["baseline", "vdnn_all"])
+def test_gradients_may_be_there_when_forward_begins(
+    policy: str, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (only,) = train(CNN, step, policy, monkeypatch)
+    assert only.launched >= 2 * (len(ITERATIONS) - FIRST)
+
+
 def keeping(training: Training, index: int) -> list[Tensor]:
     """Results and gradients of every iteration are looked at in later ones."""
     x, y = training.batch(index)
@@ -202,6 +221,49 @@ def test_what_lacks_room_when_it_is_captured_goes_on(monkeypatch: pytest.MonkeyP
     assert [it.launched for it in made] == [0]
 
 
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """All that is captured from now on."""
+    found: list[Launched] = []
+    captured = Launching._captured
+
+    def note(self: Launching, *given: Any) -> Launched | None:
+        made = captured(self, *given)
+        found.extend([] if made is None else [made])
+        return made
+
+    monkeypatch.setattr(Launching, "_captured", note)
+    return found
+
+
+def look(training: Training) -> None:
+    with torch.no_grad():
+        training.model(training.batch(99)[0])
+
+
+def test_memory_goes_before_anything_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
+    captured = noted(monkeypatch)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(plain, ITERATIONS)
+        # What is left of an iteration does not hold it.
+        left = training.loss(3)
+        left.backward()
+        training.optimizer.zero_grad()
+        (launched,) = captured
+        assert launched._gradients
+        look(training)
+        assert not launched._gradients
+        assert not launched._saved
+        # Nor while a backward is owed, which still comes out right.
+        training.run(plain, ITERATIONS[:3])
+        owed = training.loss(3)
+        look(training)
+        assert captured[-1]._gradients
+        owed.backward()
+        assert not captured[-1]._gradients
+    assert torch.equal(left, owed) is False
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["graph", "inductor"])
 @pytest.mark.parametrize("policy", ["baseline", "vdnn_all", "floor", "hybrid"])
@@ -230,3 +292,25 @@ def test_launches_of_a_gpu_train_as_plain_pytorch(
     assert differences(expected, actual) == []
     if engine == "graph":
         assert differences(Training(task, "cuda").run(plain, ITERATIONS).outcome(), actual) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_GAINS", -100.0)
+    captured = noted(monkeypatch)
+    training = Training(CNN, "cuda")
+    with belady.virtualize(training.models, "8GiB", policy="vdnn_all", engine="graph"):
+        training.run(plain, ITERATIONS)
+        (launched,) = captured
+        pool = launched.launches._pool
+        left = training.loss(3)
+        left.backward()
+        training.optimizer.zero_grad()
+        assert pool in pools()
+        look(training)
+        assert pool not in pools()
+
+
+def pools() -> set[tuple[int, int]]:
+    """Of torch's allocator, those with memory."""
+    return {tuple(it["segment_pool_id"]) for it in torch.cuda.memory_snapshot()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -94,8 +94,6 @@ class Launched:
 
     Attributes
     ----------
-    program
-        What a call runs as.
     launches
         What has captured it.
     """
@@ -126,8 +124,38 @@ class Launched:
         self._tangents = [
             _like(fake_value(node), carrier.device) for node in forward.joint.tangents
         ]
+        self._closed = False
         self._capture()
-        self.program = Program(self._forward, self._backward, tuple(range(len(self._checked))))
+
+    @property
+    def program(self) -> Program:
+        """What a call runs as."""
+        return Program(self._forward, self._backward, tuple(range(len(self._checked))))
+
+    def let_go_of(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """Copy gradients of parameters that lie where launches write; whether there were any.
+
+        They stay the same objects: a program zeroes them when forward has run, or adds to them.
+        """
+        ours = [it for it in gradients if storage_of(it) in self._storages]
+        for gradient in ours:
+            gradient.data = _copy(gradient.detach())
+        return bool(ours)
+
+    def close(self) -> None:
+        """Give back what was captured, at once or when the backward that is still owed has run.
+
+        What is left of earlier iterations, such as a loss, holds on to it.
+        """
+        self._closed = True
+        if self._owed is None or self._owed() is None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        del self._launch_forward, self._launch_backward
+        for held in (self._given, self._tangents, self._results, self._saved, self._gradients):
+            held.clear()
+        self._checked.clear()
 
     def takes(self, args: Sequence[Any]) -> bool:
         """Whether a launch now does what the program would do for ``args``."""
@@ -229,7 +257,10 @@ class Launched:
         self._launch_backward()
         # A tensor that stands for two gradients stays one.
         handed = {id(it): it.detach() for it in self._gradients if isinstance(it, torch.Tensor)}
-        return [handed.get(id(it)) for it in self._gradients]
+        gradients = [handed.get(id(it)) for it in self._gradients]
+        if self._closed:
+            self._let_go()
+        return gradients
 
 
 class _Kept:

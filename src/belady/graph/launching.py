@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ _log = logging.getLogger("belady")
 
 # Iterations of one kind in a row after which it is captured, at first: each time that what was
 # captured is given up, since something else runs too, twice as many.
-_ROW = 1
+_ROW, _MOST = 1, 32
 # Part of an iteration that a launch has to gain.
 _GAINS = 0.02
 # What is taken outside of the graphs leaves pieces, too.
@@ -103,10 +104,21 @@ class Launching:
             self._launched = self._captured(kind, kind.graphs[0], args)
             if self._launched is None:
                 kind.launchable = False
-        elif self._launched is not None and not self._launched.takes(args):
+        elif self._launched is not None and not self._takes(self._launched, args):
             self._wanted *= 2
             self.rest()
+            if kind.launchable is None and self._wanted > _MOST:
+                kind.launchable = False
         return self._launched
+
+    def _takes(self, launched: Launched, args: Sequence[Any]) -> bool:
+        """Whether it may be launched now, perhaps when gradients have other memory."""
+        if launched.takes(args):
+            return True
+        grads = (it.grad for module in self._modules for it in module.parameters())
+        with suppress(torch.OutOfMemoryError):
+            return launched.let_go_of(it for it in grads if it is not None) and launched.takes(args)
+        return False
 
     def level(self, kind: Kind, *, recording: bool) -> int:
         """How much of the next iteration is measured, see `belady.measure.monitor`."""
@@ -133,10 +145,15 @@ class Launching:
         if launched is not None:
             launches = launched.launches
             launches.wait()
-            del launched
+            launched.close()
             launches.forget()
             if self._kind is not None:
                 self._kind.clear()
+
+    def close(self) -> None:
+        """Nothing is launched any more."""
+        self._kind = None
+        self.rest()
 
     def starved(self, kind: Kind) -> bool:
         """The device ran out of memory: whether that is of what was captured, which is gone now."""
@@ -189,6 +206,9 @@ class Launching:
             launched = None
         launches.over()
         needed = launches.reserved_bytes + kind.between_bytes
+        if any(it.grad is not None for module in self._modules for it in module.parameters()):
+            # They have not been zeroed yet, and so will need other memory in each iteration.
+            needed += _bytes_of(force.drawn.parts[0].joint.backward_outputs)
         if launched is not None and needed > self._budget_bytes:
             lacks = format_bytes(needed - self._budget_bytes)
             _log.info("an iteration that is captured needs %s more than there is", lacks)

@@ -248,7 +248,7 @@ class Planning:
 
     def close(self) -> None:
         """Leave losses as they are from now on, gradients and optimizer state where they are."""
-        self.launching.rest()
+        self.launching.close()
         self._losses.detach()
         self._places.close()
 

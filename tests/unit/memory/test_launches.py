@@ -69,7 +69,7 @@ def test_a_capture_that_lacks_memory_is_refused() -> None:
     torch.cuda.set_per_process_memory_fraction(2**28 / torch.cuda.mem_get_info()[1])
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            launches.capture(lambda: torch.empty(1 << 30, device=DEVICE))
+            launches.capture(lambda: (given + 1, torch.empty(1 << 30, device=DEVICE)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     launches.over()
