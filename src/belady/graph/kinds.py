@@ -12,6 +12,7 @@ from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
 from belady.graph.segments import Fuse
 from belady.ir.plan import Plan
+from belady.ir.timeline import Measured
 from belady.measure.observe import undisturbed
 from belady.measure.progress import Progress
 from belady.measure.stages import Stage
@@ -101,7 +102,7 @@ class Kind(Progress):
     launchable
         Whether its iterations go on as they were captured; None while that is to be tried.
     issued
-        What was in force before a plan for launches, which has to be faster.
+        What follows a plan for launches that is not faster than what was measured before it.
     between_bytes
         What the device has to have room for while nothing is launched.
     """
@@ -114,7 +115,7 @@ class Kind(Progress):
     doubted: bool = False
     moments: Sequence[float] = ()
     launchable: bool | None = False
-    issued: tuple[Drawn, Trial] | None = None
+    issued: tuple[Drawn, Trial, Measured] | None = None
     between_bytes: int = 0
 
     @property

@@ -166,9 +166,9 @@ class Launching:
     def _conclude(self, kind: Kind, launched: Launched) -> None:
         """Go on launching where that is faster and within the budget."""
         found = launched.measured(summarize(self._samples[1:], 0, ()))
-        before = None if kind.issued is None else kind.issued[1].measured
-        if kind.trial is None or before is None:
+        if kind.trial is None or kind.issued is None:
             return
+        *_, before = kind.issued
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
         took = format_seconds(found.seconds), format_seconds(before.seconds)
         _log.info("launched in one piece an iteration takes %s, otherwise %s", *took)

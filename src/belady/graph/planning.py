@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -205,36 +204,45 @@ class Planning:
         trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics(kind))
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
+        follows = chosen or kind.trial
+        if kind.launchable is None and follows is not None and self._launches(kind, drawn, follows):
+            return
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
-        if kind.stage is Stage.STEADY and kind.launchable is None:
-            self._try_launches(kind)
 
     def begin(self, kind: Kind) -> None:
         """An iteration of a kind begins: go by what the last one has shown."""
         if kind.starved:
             self._tighten(kind)
         elif kind.issued is not None and kind.launchable is False:
-            (drawn, trial), kind.issued = kind.issued, None
+            (drawn, trial, _), kind.issued = kind.issued, None
             self._put_in_force(kind, drawn, trial)
             kind.launchable = False
 
-    def _try_launches(self, kind: Kind) -> None:
-        """Put a plan in force for launches, where the host is what an iteration waits for."""
-        force, issued = kind.force, kind.trial
-        if force is None or issued is None or issued.measured is None:
-            return
-        trace, beside = force.drawn.trace, self.launching.beside_bytes(kind)
-        kind.launchable = False
-        with suppress(InfeasibleBudgetError):
-            numerics = self._numerics(kind)
-            trace, trial = self._verification.launched(trace, issued, beside, *numerics)
-            if gains(trial.plan.predicted_seconds, issued.measured):
-                self._put_in_force(kind, replace(force.drawn, trace=trace), trial)
-                kind.issued = force.drawn, issued
-                if kind.launchable is None:
-                    # Whether it is faster shows when it is launched; what it needs fits.
-                    kind.stage = Stage.STEADY
+    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial) -> bool:
+        """Put a plan in force for launches, where the host is what an iteration waits for.
+
+        Parameters
+        ----------
+        follows
+            What is in force otherwise, or next.
+        """
+        measured, kind.launchable = kind.measured, False
+        if measured is None:
+            return False
+        beside, numerics = self.launching.beside_bytes(kind), self._numerics(kind)
+        try:
+            trace, trial = self._verification.launched(drawn.trace, follows, beside, *numerics)
+        except InfeasibleBudgetError:
+            return False
+        if not gains(trial.plan.predicted_seconds, measured):
+            return False
+        self._put_in_force(kind, replace(drawn, trace=trace), trial)
+        if kind.launchable is False:
+            return False
+        # What it gains shows when it is launched. What it holds is known.
+        kind.issued, kind.stage = (drawn, follows, measured), Stage.STEADY
+        return True
 
     def _tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
