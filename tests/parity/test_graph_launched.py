@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -213,6 +215,30 @@ def test_what_cannot_be_captured_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Rerun, "capture", refuse)
     made = train(CNN, plain, "vdnn_all", monkeypatch)
     assert [it.launched for it in made] == [0]
+
+
+def test_a_capture_that_fails_half_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No garbage is left for a collection: it would have the memory that the iteration needs."""
+    capture, init = Rerun.capture, Launched.__init__
+    begun: list[weakref.ref[Launched]] = []
+
+    def fail(self: Rerun, issue: Any) -> Any:
+        if self._known:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return capture(self, issue)
+
+    def note(self: Launched, *given: Any) -> None:
+        begun.append(weakref.ref(self))
+        init(self, *given)
+
+    monkeypatch.setattr(Rerun, "capture", fail)
+    monkeypatch.setattr(Launched, "__init__", note)
+    gc.disable()
+    try:
+        train(CNN, plain, "vdnn_all", monkeypatch)
+        assert [it() for it in begun] == [None]
+    finally:
+        gc.enable()
 
 
 def test_what_lacks_room_when_it_is_captured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from belady.graph import autograd
 from belady.graph.contents import Content, Contents
-from belady.graph.doors import fake_value
+from belady.graph.doors import beneath_functions, fake_value
+from belady.graph.fixed import FixedContents, Kept, Places, copied, like
 from belady.graph.kinds import Force
 from belady.graph.launchable import is_copied, settings, storage_of
 from belady.graph.placing import gradients_of
 from belady.graph.program import Program
+from belady.ir.collector import seldom_collected
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
 from belady.memory.fixed import FixedCarrier
+from belady.memory.geometry import below_autograd
+from belady.memory.thread import in_backward
 
 T = TypeVar("T")
 
@@ -59,14 +64,6 @@ class Capturing(Protocol):
     def forget(self) -> None:
         """What was captured is gone."""
         ...
-
-
-class FixedContents(Contents):
-    """Contents that nobody else can write to: inputs and results are copies."""
-
-    def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
-        """Begin to manage a storage."""
-        return super().hold(value, tensor, guarded=False)
 
 
 class _Owed:
@@ -109,23 +106,30 @@ class Launched:
         (self._program,) = force.programs
         self.launches, self._carrier = launches, carrier
         forward = force.drawn.parts[0]
-        self._apart = () if force.place is None else gradients_of(forward)
-        self._places: list[torch.Tensor] = []
-        self._contents = FixedContents(carrier, force.plan.decisions, place=self._place)
+        apart = () if force.place is None else gradients_of(forward)
+        self._places = Places(apart, carrier.device)
+        self._contents = FixedContents(carrier, force.plan.decisions, place=self._places.give)
         self._settings = settings()
         self._owed: weakref.ref[_Owed] | None = None
         self._given = [*args]
         self._copied = [n for n, arg in enumerate(args) if is_copied(arg, lasting)]
         for number in self._copied:
-            self._given[number] = _copy(args[number])
+            self._given[number] = copied(args[number])
         self._read = [n for n, arg in enumerate(args) if storage_of(arg) in lasting]
         self._addresses = [args[number].data_ptr() for number in self._read]
         self._told = [(n, arg) for n, arg in enumerate(args) if not isinstance(arg, torch.Tensor)]
-        self._tangents = [
-            _like(fake_value(node), carrier.device) for node in forward.joint.tangents
-        ]
+        self._tangents = [like(fake_value(node), carrier.device) for node in forward.joint.tangents]
         self._closed = False
-        self._capture()
+        self._launch_forward = self._launch_backward = _gone
+        self._results: list[Any] = []
+        self._saved: list[Any] = []
+        self._checked: list[torch.Tensor] = []
+        self._gradients: list[Any] = []
+        try:
+            self._capture()
+        except BaseException:
+            self._let_go()
+            raise
 
     @property
     def program(self) -> Program:
@@ -139,7 +143,7 @@ class Launched:
         """
         ours = [it for it in gradients if storage_of(it) in self._storages]
         for gradient in ours:
-            gradient.data = _copy(gradient.detach())
+            gradient.data = copied(gradient.detach())
         return bool(ours)
 
     def close(self) -> None:
@@ -152,10 +156,11 @@ class Launched:
             self._let_go()
 
     def _let_go(self) -> None:
-        del self._launch_forward, self._launch_backward
+        self._launch_forward = self._launch_backward = _gone
         for held in (self._given, self._tangents, self._results, self._saved, self._gradients):
             held.clear()
         self._checked.clear()
+        self._places.clear()
 
     def takes(self, args: Sequence[Any]) -> bool:
         """Whether a launch now does what the program would do for ``args``."""
@@ -181,18 +186,19 @@ class Launched:
         outside = {storage_of(it) for it in self._given}
 
         def forward() -> tuple[list[Any], list[Any], tuple[int, ...]]:
-            # Before all else, so that they do not leave the rest in pieces.
-            device = self._carrier.device
-            self._places[:] = [_like(fake_value(node), device) for node in self._apart]
-            made = self._program.forward([*self._given], self._contents, None)
-            self._carrier.join()
-            return made
+            with _as_a_part():
+                # Before all else, so that they do not leave the rest in pieces.
+                self._places.take()
+                made = self._program.forward([*self._given], self._contents, None)
+                self._carrier.join()
+                return made
 
         def backward() -> list[Any]:
             saved = fresh.pop() if fresh else self._saved_again(self._contents)
-            gradients = self._program.backward(saved, [*self._tangents], self._contents, None)
-            self._carrier.join()
-            return gradients
+            with _as_a_part():
+                gradients = self._program.backward(saved, [*self._tangents], self._contents, None)
+                self._carrier.join()
+                return gradients
 
         self._launch_forward, made = self.launches.capture(forward)
         results, saved, _ = made
@@ -203,35 +209,26 @@ class Launched:
         fresh.append(saved)
         # Backward is captured as it runs: what it consumes goes, and others get the bytes.
         del made, results, saved
-        self._launch_backward, self._gradients = self.launches.capture(backward)
+        # Where it runs otherwise: what cuDNN has chosen there, no other thread knows.
+        captured = in_backward(self._carrier.device, partial(self.launches.capture, backward))
+        self._launch_backward, self._gradients = captured
         tensors = [it for it in self._gradients if isinstance(it, torch.Tensor)]
         self._moved = self._carrier.moved
         self._storages = [storage_of(it) for it in tensors]
         del tensors
         self._alone = _users(self._storages)
 
-    def _place(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Copy a large gradient to memory of its own."""
-        for number, place in enumerate(self._places):
-            if (place.shape, place.stride(), place.dtype) == (
-                gradient.shape,
-                gradient.stride(),
-                gradient.dtype,
-            ):
-                return self._places.pop(number).copy_(gradient)
-        return gradient
-
     def _kept(self, value: Any, outside: set[int]) -> Any:
         """What was saved, without holding bytes of the pool."""
         if isinstance(value, Content):
-            return _Kept(value, self.launches)
+            return Kept(value, self.launches.seen)
         if not isinstance(value, torch.Tensor) or value.device != self._carrier.device:
             return value
         return value if storage_of(value) in outside else self.launches.seen(value)
 
     def _saved_again(self, contents: Contents) -> list[Any]:
         """What forward saved, as it was when its launch had ended."""
-        return [it.again(contents) if isinstance(it, _Kept) else it for it in self._saved]
+        return [it.again(contents) if isinstance(it, Kept) else it for it in self._saved]
 
     def _forward(self, args: list[Any], *_: Any) -> tuple[list[Any], list[Any], tuple[int, ...]]:
         if self._copied:
@@ -239,7 +236,7 @@ class Launched:
             torch._foreach_copy_(targets, [args[number] for number in self._copied])
         args.clear()
         self._launch_forward()
-        results = [_copy(it) if isinstance(it, torch.Tensor) else it for it in self._results]
+        results = [copied(it) if isinstance(it, torch.Tensor) else it for it in self._results]
         owed = _Owed()
         self._owed = weakref.ref(owed)
         versions = tuple(it._version for it in self._checked)
@@ -263,35 +260,17 @@ class Launched:
         return gradients
 
 
-class _Kept:
-    """A content as it was when forward had ended, without holding bytes of the pool."""
+@contextmanager
+def _as_a_part() -> Iterator[None]:
+    """As forward and backward of a graph run."""
+    with below_autograd(), beneath_functions(), seldom_collected():
+        yield
 
-    def __init__(self, content: Content, launches: Capturing) -> None:
-        self._content, self._bytes = (
-            copy.copy(content),
-            content.bytes.without_holding(launches.seen),
-        )
-        del self._content.bytes
 
-    def again(self, contents: Contents) -> Content:
-        """It, managed anew."""
-        content = copy.copy(self._content)
-        content.bytes = copy.copy(self._bytes)
-        contents.go_on(content)
-        return content
+def _gone() -> None:
+    raise RuntimeError("what was captured has been given back")
 
 
 def _users(storages: Sequence[int]) -> list[int]:
     count = torch._C._storage_Use_Count
     return [count(it) for it in storages]
-
-
-def _like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor that lies as another one, with bytes of its own."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
-    )
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return _like(tensor).copy_(tensor)

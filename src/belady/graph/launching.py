@@ -13,13 +13,12 @@ from torch import fx
 
 from belady.errors import TierFullError
 from belady.graph.capture import Captured
-from belady.graph.doors import beneath_functions, fake_value
+from belady.graph.doors import fake_value
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind
 from belady.graph.launchable import storage_of, why_not
 from belady.graph.launched import Launched
 from belady.graph.program import Program
-from belady.ir.collector import seldom_collected
 from belady.ir.plan import Offload, Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier, Trace
@@ -28,7 +27,6 @@ from belady.measure.stages import Stage
 from belady.measure.verification import VERIFIED
 from belady.memory.cap import PAGE_BYTES
 from belady.memory.carrier import Carrier
-from belady.memory.geometry import below_autograd
 from belady.memory.launches import Launches, captures
 from belady.units import format_bytes, format_seconds
 
@@ -199,8 +197,7 @@ class Launching:
         launches = Launches(self._carrier.device)
         try:
             carrier = self._carrier.fixed(_sent(force.drawn.trace, force.plan))
-            with below_autograd(), beneath_functions(), seldom_collected():
-                launched = Launched(force, launches, carrier, lasting, args)
+            launched = Launched(force, launches, carrier, lasting, args)
         except (RuntimeError, TierFullError) as error:
             _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
             launched = None
@@ -212,9 +209,11 @@ class Launching:
         if launched is not None and needed > self._budget_bytes:
             lacks = format_bytes(needed - self._budget_bytes)
             _log.info("an iteration that is captured needs %s more than there is", lacks)
+            launched.close()
             launched = None
         if launched is None:
             launches.forget()
+            kind.clear()
         return launched
 
     def beside_bytes(self, kind: Kind) -> int:

@@ -1,0 +1,76 @@
+"""What a plan moves, keeps and places in a part that is captured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from belady.graph.contents import Content, Contents
+from belady.graph.doors import fake_value
+from belady.memory.geometry import Geometry
+
+
+class FixedContents(Contents):
+    """Contents that nobody else can write to: inputs and results are copies."""
+
+    def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
+        """Begin to manage a storage."""
+        return super().hold(value, tensor, guarded=False)
+
+
+class Places:
+    """Memory of its own for each large gradient, see `belady.graph.placing`."""
+
+    def __init__(self, nodes: Sequence[fx.Node], device: torch.device) -> None:
+        self._wanted, self._device = [fake_value(node) for node in nodes], device
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> None:
+        """Take it."""
+        self._free = [like(it, self._device) for it in self._wanted]
+
+    def give(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Copy a gradient to its place."""
+        lies = Geometry.of(gradient)
+        for place in self._free:
+            if lies.is_of(place):
+                self._free = [it for it in self._free if it is not place]
+                return place.copy_(gradient)
+        return gradient
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._free = []
+
+
+class Kept:
+    """A content as it was when forward had ended, without holding bytes of the pool."""
+
+    def __init__(self, content: Content, seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._content, self._bytes = (
+            copy.copy(content),
+            content.bytes.without_holding(seen),
+        )
+        del self._content.bytes
+
+    def again(self, contents: Contents) -> Content:
+        """It, managed anew."""
+        content = copy.copy(self._content)
+        content.bytes = copy.copy(self._bytes)
+        contents.go_on(content)
+        return content
+
+
+def like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor that lies as another one, with bytes of its own."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+    )
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies as the original."""
+    return like(tensor).copy_(tensor)
