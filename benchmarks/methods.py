@@ -246,21 +246,33 @@ def _of_run(vm: belady.VirtualMemory, policy: str) -> Record:
         **held_on_average(run),
         **bound_of_own(run),
     }
+    return record | _of_measured(run, policy)
+
+
+def _of_measured(run: Run, policy: str) -> Record:
+    """What was measured of iterations under the plan."""
     measured = run.measured
-    if measured is not None:
-        record |= {
-            "verified_peak_bytes": measured.peak(Tier.DEVICE),
-            "verified_reserved_bytes": measured.reserved_bytes,
-            "verified_seconds": list(measured.iterations),
-            "host_bytes": measured.peak(Tier.HOST),
-            "disk_bytes": measured.peak(Tier.DISK),
-            "stall_seconds": measured.stall_seconds,
-            "moved": [[m.lane, m.nbytes, m.copies] for m in measured.moved],
-            "defaults": list(measured.defaults),
-            "lanes": lane_rates(run, measured.spans),
-        }
-        if measured.allocation_retries:
-            record["wider_bytes"] = _wider(run, policy, measured)
+    if measured is None:
+        return {}
+    record: Record = {
+        "verified_peak_bytes": measured.peak(Tier.DEVICE),
+        "verified_reserved_bytes": measured.reserved_bytes,
+        "verified_seconds": list(measured.iterations),
+        "host_bytes": measured.peak(Tier.HOST),
+        "disk_bytes": measured.peak(Tier.DISK),
+        "stall_seconds": measured.stall_seconds,
+        "moved": [[m.lane, m.nbytes, m.copies] for m in measured.moved],
+        "defaults": list(measured.defaults),
+        "lanes": lane_rates(run, measured.spans),
+    }
+    from belady.graph.launching import NOTE
+
+    if any(note.startswith(NOTE) for note in run.notes):
+        # Launches take nothing from torch's allocator: it counted them when they were captured.
+        record["peak_allocated_bytes"] = measured.peak(Tier.DEVICE)
+        record["peak_source"] = "torch's allocator while it was captured"
+    if measured.allocation_retries:
+        record["wider_bytes"] = _wider(run, policy, measured)
     return record
 
 

@@ -18,6 +18,7 @@ from belady.graph import launching
 from belady.graph.kinds import Kind
 from belady.graph.launched import Launched
 from belady.graph.launching import Launching
+from belady.graph.placing import Places
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Tier, Trace
@@ -264,6 +265,22 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
 def look(training: Training) -> None:
     with torch.no_grad():
         training.model(training.batch(99)[0])
+
+
+def test_memory_for_gradients_is_set_aside_where_they_are_issued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Places, "rest", lambda self: said.append("rest"))
+    monkeypatch.setattr(Places, "again", lambda self: said.append("again"))
+    launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(plain, range(FIRST))
+        assert said == []
+        training.run(plain, range(FIRST, FIRST + 4))
+        assert said == ["rest"]
+        look(training)
+        assert said == ["rest", "again"]
 
 
 def test_memory_goes_before_anything_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:

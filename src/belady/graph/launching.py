@@ -18,6 +18,7 @@ from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind
 from belady.graph.launchable import storage_of, why_not
 from belady.graph.launched import Launched
+from belady.graph.placing import Places
 from belady.graph.program import Program
 from belady.ir.plan import Offload, Plan
 from belady.ir.timeline import Measured
@@ -31,6 +32,9 @@ from belady.memory.launches import Launches, captures
 from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
+
+# How a report begins to say that they are.
+NOTE = "forward and backward are captured and launched in one piece each (CUDA graphs)"
 
 # Iterations of one kind in a row after which it is captured, at first: each time that what was
 # captured is given up, since something else runs too, twice as many.
@@ -54,6 +58,8 @@ class Launching:
     ----------
     modules
         The models whose parameters and buffers stay where they are; the list may grow.
+    places
+        What is set aside for gradients otherwise.
 
     Attributes
     ----------
@@ -62,11 +68,15 @@ class Launching:
     """
 
     def __init__(
-        self, modules: Sequence[torch.nn.Module], carrier: Carrier, budget_bytes: int
+        self,
+        modules: Sequence[torch.nn.Module],
+        carrier: Carrier,
+        budget_bytes: int,
+        places: Places,
     ) -> None:
         self.notes: list[str] = []
         self._modules, self._carrier = modules, carrier
-        self._budget_bytes = budget_bytes
+        self._budget_bytes, self._places = budget_bytes, places
         self._kind: Kind | None = None
         self._launched: Launched | None = None
         self._row, self._wanted = 0, _ROW
@@ -146,7 +156,7 @@ class Launching:
             launched.close()
             launches.forget()
             if self._kind is not None:
-                self._kind.clear()
+                self._issue_again(self._kind)
 
     def close(self) -> None:
         """Nothing is launched any more."""
@@ -176,10 +186,8 @@ class Launching:
             return
         kind.issued = None
         kind.trial = replace(kind.trial, measured=found)
-        self.notes[:] = [
-            f"forward and backward are captured and launched in one piece each (CUDA graphs): "
-            f"{took[0]} an iteration where issuing them took {took[1]}"
-        ]
+        said = f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"
+        self.notes[:] = [said]
 
     def _captured(self, kind: Kind, graph: Captured, args: Sequence[Any]) -> Launched | None:
         """The parts of an iteration as launches, where there is room for what else is needed."""
@@ -194,6 +202,8 @@ class Launching:
         if reason := why_not(joint, graph.layout, args, lasting):
             _log.info("an iteration cannot be captured: %s", reason)
             return None
+        # A capture places gradients itself.
+        self._places.rest()
         launches = Launches(self._carrier.device)
         try:
             carrier = self._carrier.fixed(_sent(force.drawn.trace, force.plan))
@@ -213,8 +223,13 @@ class Launching:
             launched = None
         if launched is None:
             launches.forget()
-            kind.clear()
+            self._issue_again(kind)
         return launched
+
+    def _issue_again(self, kind: Kind) -> None:
+        """Set aside what iterations need that are issued."""
+        self._places.again()
+        kind.clear()
 
     def beside_bytes(self, kind: Kind) -> int:
         """What is needed beside launches, as far as it is known: it cannot lie where they write.

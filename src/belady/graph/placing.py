@@ -41,6 +41,7 @@ class Places:
         self._modules = modules
         self._gradients, self._state = Apart(device), Apart(device)
         self._apart: set[Hashable] = set()
+        self._set_aside = 0
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         if device.type == "cuda":
             handle = register_optimizer_step_post_hook(_Stepped(self))
@@ -57,12 +58,22 @@ class Places:
         # A CPU has no blocks of torch's, and nothing is set apart there.
         if trace.device == "cuda" and in_blocks(trace, plan, allocator).gradients_apart:
             self._apart.add(of)
-            self._gradients.hold(gradient_bytes(trace, plan, LARGE_BYTES))
+            self._set_aside = gradient_bytes(trace, plan, LARGE_BYTES)
+            self.again()
             return self._gradient
         self._apart.discard(of)
         if not self._apart:
             self._gradients.close()
         return None
+
+    def rest(self) -> None:
+        """Give back what is set aside for gradients: they are placed elsewhere until `again`."""
+        self._gradients.close()
+
+    def again(self) -> None:
+        """Set memory aside for gradients, where they have their own."""
+        if self._apart:
+            self._gradients.hold(self._set_aside)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the state of an optimizer of these models when it has just come into being."""

@@ -78,7 +78,6 @@ class Planning:
         self._hardware = hardware
         self._carrier = carrier
         self.bits = Bits(exact=policy.exact)
-        self.launching = Launching(modules, carrier, policy.budget.device_bytes)
         self._ordering = Ordering(policy.name)
         self._verification = (
             Verification(policy, hardware)
@@ -86,6 +85,8 @@ class Planning:
             else Verification(policy, hardware, Kernels(at_seams, _SLOWER))
         )
         self._places = Places(carrier.device, modules)
+        budget = policy.budget.device_bytes
+        self.launching = Launching(modules, carrier, budget, self._places)
         self._losses = Losses(carrier.device, policy.budget.device_bytes // MATTERS)
         self._floors: dict[tuple[Captured, bool], Force] = {}
         self._told: list[str] = []
@@ -256,9 +257,9 @@ class Planning:
 
     def close(self) -> None:
         """Leave losses as they are from now on, gradients and optimizer state where they are."""
+        self._places.close()
         self.launching.close()
         self._losses.detach()
-        self._places.close()
 
     def _may_run_again(self, drawn: Drawn) -> Drawn:
         """What was drawn, without replays that ``exact`` forbids."""
