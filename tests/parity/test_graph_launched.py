@@ -206,7 +206,30 @@ def test_launches_that_gain_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Launching, "_conclude", slower)
     made = train(CNN, plain, "vdnn_all", monkeypatch)
+    # Once, and then no more.
     assert [it.launched for it in made] == [2 * 3]
+
+
+def test_another_kind_of_iteration_has_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Training(CNN).run(plain, ITERATIONS).run(last, range(2)).outcome()
+    launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
+    captured = noted(monkeypatch)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(plain, ITERATIONS)
+        assert captured[0]._gradients
+        # Another size, which is observed first.
+        training.run(last, range(2))
+        assert not captured[0]._gradients
+    assert differences(expected, training.outcome()) == []
+
+
+def last(training: Training, index: int) -> list[Tensor]:
+    """A batch of fewer samples."""
+    loss = training.loss(index, 3)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
 
 
 def test_what_cannot_be_captured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from belady.graph.contents import Content, Contents
 from belady.graph.doors import fake_value
+from belady.graph.launchable import storage_of
 from belady.memory.geometry import Geometry
 
 
@@ -19,6 +21,28 @@ class FixedContents(Contents):
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
         """Begin to manage a storage."""
         return super().hold(value, tensor, guarded=False)
+
+
+class Checked(NamedTuple):
+    """What a program watches for changes between forward and backward: of a launch it is a copy."""
+
+    given: int | None
+    result: int | None
+
+    @classmethod
+    def of(cls, saved: torch.Tensor, given: list[Any], results: list[Any]) -> Checked:
+        """What a tensor that was saved is, of what was given or results."""
+        storage = storage_of(saved)
+        numbers = [n for n, it in enumerate(given) if storage_of(it) == storage]
+        places = [n for n, it in enumerate(results) if storage_of(it) == storage]
+        return cls(numbers[0] if numbers else None, places[0] if places else None)
+
+    def among(self, args: list[Any], results: list[Any]) -> torch.Tensor:
+        """A tensor that shares its version."""
+        number = self.given
+        it = results[self.result or 0] if number is None else args[number]
+        assert isinstance(it, torch.Tensor)
+        return it.detach()
 
 
 class Places:

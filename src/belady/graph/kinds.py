@@ -103,6 +103,11 @@ class Kind(Progress):
         Whether its iterations go on as they were captured; None while that is to be tried.
     issued
         What follows a plan for launches that is not faster than what was measured before it.
+    asked
+        Whether a plan for launches has been asked for.
+    wanted, tried_for
+        Iterations in a row after which it is captured; and those that ran while it was not known
+        whether launches are faster.
     between_bytes
         What the device has to have room for while nothing is launched.
     """
@@ -116,6 +121,9 @@ class Kind(Progress):
     moments: Sequence[float] = ()
     launchable: bool | None = False
     issued: tuple[Drawn, Trial, Measured] | None = None
+    asked: bool = False
+    wanted: int = 1
+    tried_for: int = 0
     between_bytes: int = 0
 
     @property
@@ -143,7 +151,7 @@ class Kind(Progress):
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
         super().observe_again()
-        self.issued, self.launchable = None, False
+        self.issued, self.launchable, self.asked = None, False, False
         self.warm = self.force = self.counting = None
 
     def doubt(self) -> None:

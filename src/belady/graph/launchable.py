@@ -8,13 +8,26 @@ from typing import Any
 import torch
 from torch import fx
 
+from belady.graph.doors import fake_value
 from belady.graph.joint import Joint
 from belady.graph.layout import Layout
+
+_OF_SOME_VERSIONS = (
+    "allow_fp16_accumulation",
+    "allow_fp16_reduced_precision_reduction_split_k",
+    "allow_bf16_reduced_precision_reduction_split_k",
+)
 
 
 def why_not(joint: Joint, layout: Layout, args: Sequence[Any], lasting: set[int]) -> str:
     """What keeps a graph from being launched; empty where nothing does."""
-    device_types = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
+    devices = {arg.device for arg in args if isinstance(arg, torch.Tensor)}
+    nodes = [
+        *joint.tangents,
+        *(it for step in (*joint.forward, *joint.backward) for it in step.made),
+    ]
+    fakes = [it for it in map(fake_value, nodes) if isinstance(it, torch.Tensor)]
+    devices |= {it.device for it in fakes}
     taken = {layout.storage_of.get(node, -1) for node in joint.primals}
     written = {it for step in joint.forward for it in layout.writes_to(step)}
     copied = {
@@ -26,13 +39,22 @@ def why_not(joint: Joint, layout: Layout, args: Sequence[Any], lasting: set[int]
         [layout.storage_of.get(it, -1) for it in given if isinstance(it, fx.Node)]
         for given in (joint.forward_outputs, joint.backward_outputs)
     )
-    if len(device_types) > 1:
-        return "it takes a number that is on another device"
+    if len(devices) > 1:
+        return "not all of it is on one device"
     if copied & written:
         return "it writes to what it is given"
     if taken & {*results, *gradients} or len({*results}) < len(results):
         return "what it gives shares bytes"
+    given = (fake_value(it) for it in joint.forward_outputs if isinstance(it, fx.Node))
+    if any(_repeats(it) for it in given if isinstance(it, torch.Tensor)):
+        return "a result has the same bytes several times"
     return ""
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    return any(
+        size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def settings() -> tuple[object, ...]:
@@ -47,7 +69,12 @@ def settings() -> tuple[object, ...]:
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,
+        cudnn.benchmark_limit,
         cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
+        *(getattr(matmul, name, None) for name in _OF_SOME_VERSIONS),
+        torch._C._get_blas_preferred_backend(),
+        torch._C._get_linalg_preferred_backend(),
     )
 
 

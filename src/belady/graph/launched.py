@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from belady.graph import autograd
 from belady.graph.contents import Content, Contents
 from belady.graph.doors import beneath_functions, fake_value
-from belady.graph.fixed import FixedContents, Kept, Places, copied, like
+from belady.graph.fixed import Checked, FixedContents, Kept, Places, copied, like
 from belady.graph.kinds import Force
 from belady.graph.launchable import is_copied, settings, storage_of
 from belady.graph.placing import gradients_of
@@ -24,46 +24,8 @@ from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
 from belady.memory.fixed import FixedCarrier
 from belady.memory.geometry import below_autograd
+from belady.memory.launches import Capturing
 from belady.memory.thread import in_backward
-
-T = TypeVar("T")
-
-
-class Capturing(Protocol):
-    """`belady.memory.launches.Launches`, or what stands for it where there is no GPU.
-
-    Attributes
-    ----------
-    peak_bytes
-        Most bytes that the device held, once all is captured.
-    """
-
-    peak_bytes: int
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What the device's allocator reserves."""
-        ...
-
-    def capture(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """What launches all that ``issue`` issues, and what it gives."""
-        ...
-
-    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor that a capture gave, without holding them."""
-        ...
-
-    def over(self) -> None:
-        """All is captured."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for what was launched."""
-        ...
-
-    def forget(self) -> None:
-        """What was captured is gone."""
-        ...
 
 
 class _Owed:
@@ -123,7 +85,8 @@ class Launched:
         self._launch_forward = self._launch_backward = _gone
         self._results: list[Any] = []
         self._saved: list[Any] = []
-        self._checked: list[torch.Tensor] = []
+        self._checked: list[Checked] = []
+        self._lasting: list[torch.Tensor] = []
         self._gradients: list[Any] = []
         try:
             self._capture()
@@ -131,20 +94,30 @@ class Launched:
             self._let_go()
             raise
 
-    @property
     def program(self) -> Program:
-        """What a call runs as."""
-        return Program(self._forward, self._backward, tuple(range(len(self._checked))))
+        """What the next call runs as; until it is over, or thrown away, nothing is given back."""
+        owed = [_Owed()]
+        self._owed = weakref.ref(owed[0])
+        places = tuple(range(len(self._checked)))
+        return Program(partial(self._forward, owed), self._backward, places)
 
     def let_go_of(self, gradients: Iterable[torch.Tensor]) -> bool:
         """Copy gradients of parameters that lie where launches write; whether there were any.
 
         They stay the same objects: a program zeroes them when forward has run, or adds to them.
+        Where anybody else has their bytes nothing is copied: those would be others from then on.
         """
-        ours = [it for it in gradients if storage_of(it) in self._storages]
-        for gradient in ours:
+        ours: dict[int, list[torch.Tensor]] = {it: [] for it in self._storages}
+        for gradient in gradients:
+            known = ours.get(storage_of(gradient))
+            if known is not None and all(it is not gradient for it in known):
+                known.append(gradient)
+        held = zip(self._storages, _users(self._storages), self._alone, strict=True)
+        if any(len(ours[it]) > 1 or users > alone + len(ours[it]) for it, users, alone in held):
+            return False
+        for (gradient,) in filter(None, ours.values()):
             gradient.data = copied(gradient.detach())
-        return bool(ours)
+        return any(ours.values())
 
     def close(self) -> None:
         """Give back what was captured, at once or when the backward that is still owed has run.
@@ -159,8 +132,9 @@ class Launched:
         self._launch_forward = self._launch_backward = _gone
         for held in (self._given, self._tangents, self._results, self._saved, self._gradients):
             held.clear()
-        self._checked.clear()
+        self._lasting.clear()
         self._places.clear()
+        self._carrier.close()
 
     def takes(self, args: Sequence[Any]) -> bool:
         """Whether a launch now does what the program would do for ``args``."""
@@ -204,8 +178,9 @@ class Launched:
         results, saved, _ = made
         self._results = [self._kept(it, outside) for it in results]
         self._saved = [self._kept(it, outside) for it in saved]
-        checked = (saved[place] for place in self._program.checked)
-        self._checked = [it for it in checked if storage_of(it) in outside]
+        self._checked = [
+            Checked.of(saved[place], self._given, results) for place in self._program.checked
+        ]
         fresh.append(saved)
         # Backward is captured as it runs: what it consumes goes, and others get the bytes.
         del made, results, saved
@@ -230,34 +205,46 @@ class Launched:
         """What forward saved, as it was when its launch had ended."""
         return [it.again(contents) if isinstance(it, Kept) else it for it in self._saved]
 
-    def _forward(self, args: list[Any], *_: Any) -> tuple[list[Any], list[Any], tuple[int, ...]]:
+    def _forward(
+        self, owed: list[_Owed], args: list[Any], *_: Any
+    ) -> tuple[list[Any], list[Any], tuple[int, ...]]:
         if self._copied:
             targets = [self._given[number] for number in self._copied]
             torch._foreach_copy_(targets, [args[number] for number in self._copied])
-        args.clear()
+        self._lasting = [args[number] for number in self._read]
         self._launch_forward()
         results = [copied(it) if isinstance(it, torch.Tensor) else it for it in self._results]
-        owed = _Owed()
-        self._owed = weakref.ref(owed)
-        versions = tuple(it._version for it in self._checked)
-        return results, [*self._checked, owed], versions
+        checked = [it.among(args, results) for it in self._checked]
+        args.clear()
+        return results, [*checked, owed.pop()], tuple([it._version for it in checked])
 
     def _backward(self, saved: list[Any], args: list[Any], *_: Any) -> list[Any]:
         saved.clear()
-        if autograd.keeps_graph():
+        if self._carrier.host_bytes:
+            self._carrier.check_open()
+        as_captured = self._lies() == self._addresses and self._settings == settings()
+        if autograd.keeps_graph() or not as_captured:
             # It may come again, and a launch would write to what was saved.
             contents = self._contents.anew()
             return self._program.backward(self._saved_again(contents), args, contents, None)
         if self._tangents:
             torch._foreach_copy_(self._tangents, args)
         args.clear()
+        self._lasting.clear()
         self._launch_backward()
         # A tensor that stands for two gradients stays one.
         handed = {id(it): it.detach() for it in self._gradients if isinstance(it, torch.Tensor)}
         gradients = [handed.get(id(it)) for it in self._gradients]
         if self._closed:
+            # Not before it has run: the allocator would wait for the stream of the capture alone.
+            self.launches.wait()
             self._let_go()
+            self.launches.forget()
         return gradients
+
+    def _lies(self) -> list[int]:
+        """Where the inputs that last lie, since forward was launched."""
+        return [it.data_ptr() for it in self._lasting]
 
 
 @contextmanager

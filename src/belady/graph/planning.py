@@ -10,6 +10,7 @@ import torch
 
 from belady.errors import InfeasibleBudgetError
 from belady.graph import convolutions
+from belady.graph.beside import between_bytes, fixed_bytes
 from belady.graph.bits import Bits
 from belady.graph.calls import part_of
 from belady.graph.capture import Captured
@@ -85,8 +86,7 @@ class Planning:
             else Verification(policy, hardware, Kernels(at_seams, _SLOWER))
         )
         self._places = Places(carrier.device, modules)
-        budget = policy.budget.device_bytes
-        self.launching = Launching(modules, carrier, budget, self._places)
+        self.launching = Launching(modules, carrier, policy.budget.device_bytes, self._places)
         self._losses = Losses(carrier.device, policy.budget.device_bytes // MATTERS)
         self._floors: dict[tuple[Captured, bool], Force] = {}
         self._told: list[str] = []
@@ -131,6 +131,7 @@ class Planning:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
+        self.launching.rest()
         known = self._floors.get((graph, watched))
         if known is None:
             self._ordering.begin(graph)
@@ -205,33 +206,30 @@ class Planning:
         trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics(kind))
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
-        follows = chosen or kind.trial
-        if kind.launchable is None and follows is not None and self._launches(kind, drawn, follows):
-            return
+        if kind.launchable is None:
+            launches, kind.asked = self._launches(kind, drawn, chosen or kind.trial), True
+            if launches:
+                return
+            kind.launchable = False
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
 
     def begin(self, kind: Kind) -> None:
         """An iteration of a kind begins: go by what the last one has shown."""
+        self.launching.only(kind)
         if kind.starved:
             self._tighten(kind)
         elif kind.issued is not None and kind.launchable is False:
             (drawn, trial, _), kind.issued = kind.issued, None
             self._put_in_force(kind, drawn, trial)
-            kind.launchable = False
 
-    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial) -> bool:
-        """Put a plan in force for launches, where the host is what an iteration waits for.
-
-        Parameters
-        ----------
-        follows
-            What is in force otherwise, or next.
-        """
-        measured, kind.launchable = kind.measured, False
-        if measured is None:
+    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial | None) -> bool:
+        """Put a plan in force for launches, where the host is late; ``follows`` comes otherwise."""
+        measured = kind.measured
+        if measured is None or follows is None:
             return False
-        beside, numerics = self.launching.beside_bytes(kind), self._numerics(kind)
+        kind.between_bytes, numerics = between_bytes(kind), self._numerics(kind)
+        beside = fixed_bytes(kind) + kind.between_bytes
         try:
             trace, trial = self._verification.launched(drawn.trace, follows, beside, *numerics)
         except InfeasibleBudgetError:
@@ -247,7 +245,7 @@ class Planning:
 
     def _tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
-        kind.starved = False
+        kind.starved, kind.issued = False, None
         force = kind.force
         if force is None:
             return

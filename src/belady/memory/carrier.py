@@ -159,7 +159,7 @@ class Carrier:
             If host memory has no room for all of them.
         """
         self._hub.sweep()
-        return FixedCarrier.of(self._lanes, self._arena, sizes, self._hub.dropped)
+        return FixedCarrier.of(self._lanes, self._arena, sizes, self._hub)
 
     def sweep(self) -> None:
         """Give back what was released or dropped, now; every call that takes room does it.

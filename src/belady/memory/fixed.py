@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,16 @@ from belady.ir.trace import Tier
 from belady.memory.fences import Fence
 from belady.memory.lanes import Lanes
 from belady.memory.slab import HostArena
+
+
+class Queue(Protocol):
+    """What `belady.memory.parcels.Hub` is here: duties for later, and whether it is open."""
+
+    dropped: deque[Callable[[], None]]
+
+    def check_open(self) -> None:
+        """Refuse to carry anything after it was closed."""
+        ...
 
 
 class FixedCarrier:
@@ -31,7 +42,14 @@ class FixedCarrier:
     ----------
     joined
         How often compute has waited for all copies.
+    check_open
+        Raises `TierError` where the places are gone.
+    close
+        Gives the places back. Idempotent.
     """
+
+    check_open: Callable[[], None]
+    close: Callable[[], object]
 
     def __init__(self, lanes: Lanes, places: Mapping[int, torch.Tensor]) -> None:
         self.device = lanes.device
@@ -40,6 +58,7 @@ class FixedCarrier:
         self._places = places
         self._last: dict[Lane, Fence] = {}
         self._moved: dict[Lane, list[int]] = {}
+        self.check_open = self.close = _nothing
 
     @property
     def host_bytes(self) -> int:
@@ -53,11 +72,7 @@ class FixedCarrier:
 
     @classmethod
     def of(
-        cls,
-        lanes: Lanes,
-        arena: HostArena,
-        sizes: Mapping[int, int],
-        dropped: deque[Callable[[], None]],
+        cls, lanes: Lanes, arena: HostArena, sizes: Mapping[int, int], queue: Queue
     ) -> FixedCarrier:
         """Take the places.
 
@@ -65,8 +80,8 @@ class FixedCarrier:
         ----------
         sizes
             Bytes of each value.
-        dropped
-            Where giving them back is queued when the carrier dies.
+        queue
+            Of whoever has the arena.
 
         Raises
         ------
@@ -74,8 +89,10 @@ class FixedCarrier:
             If there is no room for all of them.
         """
         made = cls(lanes, places := {})
+        made.check_open = queue.check_open
         give_back: list[Callable[[], None]] = []
-        weakref.finalize(made, dropped.extend, give_back).atexit = False
+        made.close = weakref.finalize(made, queue.dropped.extend, give_back)
+        made.close.atexit = False
         for label, nbytes in sizes.items():
             block = arena.alloc(nbytes)
             give_back.append(partial(arena.free, block))
@@ -112,6 +129,10 @@ class FixedCarrier:
             self.wait(fence)
         self._last.clear()
         self.joined += 1
+
+
+def _nothing() -> None:
+    """Places of others stay."""
 
 
 class FixedParcel:

@@ -8,13 +8,52 @@ Graphs"); what it reads and writes lies where it lay when it was captured.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
 from belady.memory.apart import count_as_ours
+from belady.memory.streams import current_stream
 
 T = TypeVar("T")
+
+
+class Capturing(Protocol):
+    """`Launches`, or what stands for it where there is no GPU.
+
+    Attributes
+    ----------
+    peak_bytes
+        Most bytes that the device held, once all is captured.
+    """
+
+    peak_bytes: int
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the device's allocator reserves."""
+        ...
+
+    def capture(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """What launches all that ``issue`` issues, and what it gives."""
+        ...
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of a tensor that a capture gave, without holding them."""
+        ...
+
+    def over(self) -> None:
+        """All is captured."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for what was launched."""
+        ...
+
+    def forget(self) -> None:
+        """What was captured is gone."""
+        ...
 
 
 class Launches:
@@ -37,6 +76,7 @@ class Launches:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.peak_bytes = 0
+        self._latest: torch.cuda.Stream | None = None
         # What is free elsewhere, the pool is not given.
         self._without_workspaces()
         torch.cuda.empty_cache()
@@ -68,7 +108,15 @@ class Launches:
                 self._end(graph)
                 raise
             self._end(graph)
-        return graph.replay, given
+        return partial(self._launch, graph.replay), given
+
+    def _launch(self, replay: Callable[[], None]) -> None:
+        stream = current_stream(self._device)
+        if stream is not None and self._latest is not None and stream is not self._latest:
+            # One launch writes where another one reads.
+            stream.wait_stream(self._latest)
+        self._latest = stream
+        replay()
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture, also one that the driver has ended because of what was issued.

@@ -1,0 +1,56 @@
+"""What an iteration needs beside its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from belady.graph.doors import fake_value
+from belady.graph.kinds import Kind
+from belady.ir.plan import Offload, Plan
+from belady.ir.trace import Trace
+from belady.memory.cap import PAGE_BYTES
+
+# What is taken outside of the graphs leaves pieces, too.
+_PIECES, _PAGES = 1.1, 2
+
+
+def fixed_bytes(kind: Kind) -> int:
+    """Of copies of what forward is given, and of what backward is given, which stay."""
+    if kind.force is None:
+        return 0
+    part = kind.force.drawn.parts[0]
+    pairs = zip(part.joint.primals, part.inputs, strict=True)
+    copied = [node for node, name in pairs if name not in part.kinds]
+    return bytes_of((*copied, *part.joint.tangents))
+
+
+def between_bytes(kind: Kind) -> int:
+    """The most that is needed while nothing is launched, of what cannot lie where launches write.
+
+    That is of the loss, with results that are copies, or of the optimizer's step.
+    """
+    if kind.force is None:
+        return 0
+    parts = kind.force.drawn.parts
+    loss = bytes_of(parts[0].joint.forward_outputs) + max(part.outside_bytes for part in parts)
+    stepping = max((it.beside_bytes for it in kind.samples), default=0)
+    return int(_PIECES * max(loss, stepping)) + _PAGES * PAGE_BYTES
+
+
+def bytes_of(nodes: Iterable[Any]) -> int:
+    """Of what these nodes stand for."""
+    values = (fake_value(node) for node in nodes if isinstance(node, fx.Node))
+    return sum(it.nbytes for it in values if isinstance(it, torch.Tensor))
+
+
+def sent(trace: Trace, plan: Plan) -> dict[int, int]:
+    """Bytes of each value that goes to host memory."""
+    return {
+        value: trace.storages[trace.values[value].storage].nbytes
+        for value, decision in plan.decisions.items()
+        if isinstance(decision, Offload)
+    }
