@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import belady
+from belady.errors import StaleValueError
 from belady.graph import launching
+from belady.graph.joint import whole_graph
 from belady.graph.kinds import Kind
+from belady.graph.launchable import why_not
 from belady.graph.launched import Launched
 from belady.graph.launching import Launching
+from belady.graph.layout import Layout
 from belady.graph.placing import Places
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
@@ -26,7 +32,7 @@ from belady.measure import verification
 from belady.simulate import simulate
 from tests.parity.racing import random_plan
 from tests.support.launches import Rerun, launching_on_a_cpu
-from tests.support.models import CNN, GPT, TIED, Task
+from tests.support.models import CLASSES, CNN, GPT, TIED, Task
 from tests.support.training import (
     Step,
     Training,
@@ -269,6 +275,189 @@ def test_what_lacks_room_when_it_is_captured_goes_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Rerun, "reserved", 1 << 40)
     made = train(CNN, plain, "vdnn_all", monkeypatch)
     assert [it.launched for it in made] == [0]
+
+
+def through_views(training: Training, index: int) -> list[Tensor]:
+    """Gradients are zeroed through views that were taken of them once."""
+    loss = training.loss(index)
+    if views:
+        torch._foreach_zero_(views)
+    else:
+        training.optimizer.zero_grad()
+    loss.backward()
+    training.optimizer.step()
+    if index == 9:
+        views.extend(it.grad.view(-1) for it in training.model.parameters())
+    return [loss]
+
+
+views: list[Tensor] = []
+
+
+def around_forward(training: Training, index: int) -> list[Tensor]:
+    """A setting of torch's that holds for forward, and not for backward."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    loss = training.loss(index)
+    torch.backends.cudnn.benchmark = before
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+def moved_in_between(training: Training, index: int) -> list[Tensor]:
+    """Parameters lie elsewhere, with other numbers, when backward comes."""
+    loss = training.loss(index)
+    if index >= 10:
+        for parameter in training.model.parameters():
+            parameter.data = parameter.data * 1.5
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+@pytest.mark.parametrize("step", [through_views, around_forward, moved_in_between])
+def test_what_backward_finds_is_as_it_was_captured(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views.clear()
+    expected = Training(CNN).run(step, ITERATIONS).outcome()
+    views.clear()
+    launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(step, ITERATIONS)
+    assert differences(expected, training.outcome()) == []
+
+
+@pytest.mark.parametrize("what", ["input", "result", "parameter"])
+def test_what_is_changed_in_place_is_an_error_as_ever(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launching_on_a_cpu(monkeypatch, (training := Training(SATURATED)).models)
+    captured = noted(monkeypatch)
+    with belady.virtualize(training.models, "1GiB", policy="baseline", engine="graph"):
+        training.run(plain, ITERATIONS)
+        assert captured
+        x, _ = training.batch(0)
+        given = training.model(x)
+        with torch.no_grad():
+            if what == "parameter":
+                training.model.get_parameter("2.weight").mul_(2)
+            else:
+                (x if what == "input" else given).mul_(2)
+        with pytest.raises(StaleValueError):
+            given.sum().backward()
+
+
+SATURATED = Task(
+    "saturated",
+    lambda: [nn.Sequential(nn.Flatten(), nn.Linear(768, 8), nn.Linear(8, CLASSES), nn.Sigmoid())],
+    CNN.batch,
+    CNN.loss,
+)
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(768, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.flatten(1)).mean(0, keepdim=True).expand(len(x), -1)
+
+
+def test_a_result_that_repeats_its_bytes_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task("expanded", lambda: [Expanded()], CNN.batch, CNN.loss)
+    assert train(task, plain, "vdnn_all", monkeypatch) == []
+
+
+def test_numbers_that_the_host_makes_are_issued() -> None:
+    def draws(x: Tensor, scale: Tensor) -> list[Tensor]:
+        return [x + (torch.rand(()) < 0.8).float() * torch.sin(x * scale)]
+
+    with FakeTensorMode():
+        args = torch.empty(8, 16, device="cuda:0"), torch.empty(16, device="cuda:0")
+        joints = [whole_graph(make_fx(it, tracing_mode="real")(*args)) for it in (draws, still)]
+        device = torch.device("cuda", 0)
+        said = [why_not(it, Layout.of(it, device), args, set()) for it in joints]
+    assert said == ["not all of it is on one device", ""]
+
+
+def still(x: Tensor, scale: Tensor) -> list[Tensor]:
+    return [x + torch.sin(x * scale)]
+
+
+def looking(training: Training, index: int) -> list[Tensor]:
+    """A call without gradients in each iteration."""
+    look(training)
+    return plain(training, index)
+
+
+def in_turn(training: Training, index: int) -> list[Tensor]:
+    """Batches of two sizes, in turn."""
+    return last(training, index) if index % 2 else plain(training, index)
+
+
+def hoarding(training: Training, index: int) -> list[Tensor]:
+    """Gradients of each iteration are kept until the next one."""
+    loss = training.loss(index)
+    loss.backward()
+    training.optimizer.step()
+    hoard[:] = [it.grad for it in training.model.parameters() if it.grad is not None]
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+hoard: list[Tensor] = []
+
+
+@pytest.mark.parametrize("step", [looking, in_turn, hoarding])
+def test_what_cannot_gain_is_tried_a_few_times(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
+    captured = noted(monkeypatch)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
+        phases: list[str] = []
+        vm.listeners.append(lambda stats: phases.append(stats.phase))
+        training.run(step, range(100))
+        assert len(captured) <= 6
+        assert phases[-1] == "steady"
+        # What was measured is what runs.
+        assert vm.verified
+        assert "CUDA graphs" not in vm.report()
+
+
+def test_what_ran_before_comes_back_when_launches_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
+        training.run(plain, ITERATIONS)
+        assert "CUDA graphs" in vm.report()
+        launched = vm.run()
+        training.run(hoarding, range(100))
+        assert "CUDA graphs" not in vm.report()
+        issued = vm.run()
+    assert launched is not None
+    assert issued is not None
+    assert issued.measured != launched.measured
+    assert any(op.host_seconds for op in issued.trace.ops) or issued.trace.device == "cpu"
+
+
+@pytest.mark.parametrize("asked", [0, 4, 7, 12])
+def test_events_are_recorded_whenever_they_are_asked_for(
+    asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
+    captured = noted(monkeypatch)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
+        training.run(plain, range(asked))
+        vm.record()
+        training.run(plain, range(asked, 24))
+        run = vm.run()
+    assert captured
+    assert run is not None
+    assert run.measured is not None
+    assert run.measured.spans
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
