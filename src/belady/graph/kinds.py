@@ -105,9 +105,9 @@ class Kind(Progress):
         What follows a plan for launches that is not faster than what was measured before it.
     asked
         Whether a plan for launches has been asked for.
-    wanted, tried_for
-        Iterations in a row after which it is captured; and those that ran while it was not known
-        whether launches are faster.
+    wanted, waited
+        Iterations in a row after which it is captured; and those that were issued since it could
+        be launched.
     between_bytes
         What the device has to have room for while nothing is launched.
     """
@@ -123,7 +123,7 @@ class Kind(Progress):
     issued: tuple[Drawn, Trial, Measured] | None = None
     asked: bool = False
     wanted: int = 1
-    tried_for: int = 0
+    waited: int = 0
     between_bytes: int = 0
 
     @property

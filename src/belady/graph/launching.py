@@ -94,10 +94,9 @@ class Launching:
         before = self._kind
         if kind is not before:
             held, self._kind = self._launched is not None, kind
-            if held and before is not None:
-                before.wanted *= 2
             self._give_back()
-            if held:
+            if held and before is not None:
+                self._put_off(before)
                 self._issue_again(kind)
 
     def program(self, iteration: Iteration, call: int, args: Sequence[Any]) -> Program:
@@ -133,6 +132,12 @@ class Launching:
             return launched.let_go_of(it for it in grads if it is not None)
         return False
 
+    def _put_off(self, kind: Kind) -> None:
+        """Something else came in between: wait for longer before a kind is captured again."""
+        kind.wanted *= 2
+        if kind.wanted > _MOST:
+            self._refuse(kind)
+
     def _refuse(self, kind: Kind) -> None:
         """Have a kind issued from its next iteration on."""
         kind.launchable = False
@@ -150,12 +155,12 @@ class Launching:
         if kind is not self._kind or kind.stage is not Stage.STEADY:
             return
         self._row += 1
-        if kind.launchable is not None:
+        if kind.launchable is False:
             return
-        kind.tried_for += 1
-        if self._launched is None:
-            if kind.tried_for > _MOST:
-                self._refuse(kind)
+        kind.waited = 0 if kind.launchable and self._launched is not None else kind.waited + 1
+        if kind.waited > _MOST:
+            self._refuse(kind)
+        if self._launched is None or kind.launchable is not None:
             return
         # The first one is captured, too.
         self._samples.append(sample)
@@ -168,9 +173,7 @@ class Launching:
         kind, held = self._kind, self._launched is not None
         self._give_back()
         if held and kind is not None:
-            kind.wanted *= 2
-            if kind.wanted > _MOST:
-                self._refuse(kind)
+            self._put_off(kind)
             self._issue_again(kind)
 
     def close(self) -> None:
