@@ -74,10 +74,8 @@ class Kept:
     """A content as it was when forward had ended, without holding bytes of the pool."""
 
     def __init__(self, content: Content, seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._content, self._bytes = (
-            copy.copy(content),
-            content.bytes.without_holding(seen),
-        )
+        self._bytes = content.bytes.without_holding(seen)
+        self._content = copy.copy(content)
         del self._content.bytes
 
     def again(self, contents: Contents) -> Content:

@@ -22,12 +22,9 @@ _OF_SOME_VERSIONS = (
 def why_not(joint: Joint, layout: Layout, args: Sequence[Any], lasting: set[int]) -> str:
     """What keeps a graph from being launched; empty where nothing does."""
     devices = {arg.device for arg in args if isinstance(arg, torch.Tensor)}
-    nodes = [
-        *joint.tangents,
-        *(it for step in (*joint.forward, *joint.backward) for it in step.made),
-    ]
-    fakes = [it for it in map(fake_value, nodes) if isinstance(it, torch.Tensor)]
-    devices |= {it.device for it in fakes}
+    made = (it for step in (*joint.forward, *joint.backward) for it in step.made)
+    fakes = map(fake_value, (*joint.tangents, *made))
+    devices |= {it.device for it in fakes if isinstance(it, torch.Tensor)}
     taken = {layout.storage_of.get(node, -1) for node in joint.primals}
     written = {it for step in joint.forward for it in layout.writes_to(step)}
     copied = {
@@ -52,9 +49,8 @@ def why_not(joint: Joint, layout: Layout, args: Sequence[Any], lasting: set[int]
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
-    return any(
-        size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and not step for size, step in pairs)
 
 
 def settings() -> tuple[object, ...]:

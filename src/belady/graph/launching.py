@@ -230,6 +230,8 @@ class Launching:
         if reason := why_not(joint, graph.layout, args, lasting):
             _log.info("an iteration cannot be captured: %s", reason)
             return None
+        if not captures(self._carrier.device):
+            return None
         # A capture places gradients itself.
         self._places.rest()
         launches = Launches(self._carrier.device)

@@ -1,8 +1,8 @@
 """What a host issues once and a device runs again and again: CUDA graphs, and memory for them.
 
-A kernel costs the host some 5 us to issue and a device of 2025 often less to run. A launch of all
-that a part of an iteration issues costs the host next to nothing (CUDA C++ Programming Guide, "CUDA
-Graphs"); what it reads and writes lies where it lay when it was captured.
+A kernel can take a host longer to issue than a device to run. All that a part of an iteration
+issues can be launched at once (CUDA C++ Programming Guide, "CUDA Graphs"); what it reads and writes
+lies where it lay when it was captured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from belady.memory.apart import count_as_ours
+from belady.memory.apart import count_as_ours, others_have_pools
 from belady.memory.streams import current_stream
 
 T = TypeVar("T")
@@ -175,5 +175,9 @@ class Launches:
 
 
 def captures(device: torch.device) -> bool:
-    """Whether a device can be told what to run by what was captured."""
-    return device.type == "cuda"
+    """Whether a device can be told what to run by what was captured.
+
+    Not where somebody else keeps memory apart: cuBLAS's workspaces are forgotten for a capture, and
+    a graph of theirs may have been captured with them.
+    """
+    return device.type == "cuda" and not others_have_pools(device)
