@@ -29,6 +29,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Tier, Trace
 from belady.measure import verification
+from belady.measure.verification import Verification
 from belady.simulate import simulate
 from tests.parity.racing import random_plan
 from tests.support.launches import Rerun, launching_on_a_cpu
@@ -214,6 +215,27 @@ def test_launches_that_gain_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch
     made = train(CNN, plain, "vdnn_all", monkeypatch)
     # Once, and then no more.
     assert [it.launched for it in made] == [2 * 3]
+
+
+def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    planned, begin = Verification.launched, Rerun.__init__
+
+    def note(self: Verification, *given: Any) -> Any:
+        asked.append(given[2])
+        return planned(self, *given)
+
+    def lacking(self: Rerun, models: Any) -> None:
+        begin(self, models)
+        self.reserved = (1 << 30) - 5 if len(asked) == 1 else 0
+
+    monkeypatch.setattr(Verification, "launched", note)
+    monkeypatch.setattr(Rerun, "__init__", lacking)
+    first, second = train(CNN, plain, "vdnn_all", monkeypatch)
+    assert first.launched == 0
+    assert second.launched >= 10
+    # What it lacked is left in addition: all that is needed between launches but 5 bytes.
+    assert 0 < asked[1] - asked[0] < asked[0]
 
 
 def test_another_kind_of_iteration_has_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,9 @@ class Kind(Progress):
     wanted, waited
         Iterations in a row after which it is captured; and those that were issued since it could
         be launched.
-    between_bytes
-        What the device has to have room for while nothing is launched.
+    between_bytes, lacking_bytes
+        What the device has to have room for while nothing is launched; and what the first capture
+        lacked, None while none did.
     """
 
     graphs: tuple[Captured, ...] = ()
@@ -125,6 +126,7 @@ class Kind(Progress):
     wanted: int = 1
     waited: int = 0
     between_bytes: int = 0
+    lacking_bytes: int | None = None
 
     @property
     def shown(self) -> Stage:
@@ -152,6 +154,7 @@ class Kind(Progress):
         """Forget the plan: the program has changed."""
         super().observe_again()
         self.issued, self.launchable, self.asked = None, False, False
+        self.wanted, self.waited, self.lacking_bytes = 1, 0, None
         self.warm = self.force = self.counting = None
 
     def doubt(self) -> None:

@@ -37,6 +37,8 @@ NOTE = "forward and backward are captured and launched in one piece each (CUDA g
 # Most iterations in a row that a kind waits for until it is captured: twice as many each time that
 # what was captured is given back, since something else runs too. And most that it is tried for.
 _MOST = 32
+# Part of a budget that a capture is taken to lack which runs out of memory.
+_PART = 20
 # Part of an iteration that a launch has to gain.
 _GAINS = 0.02
 _ONCE = ((0, True), (0, False))
@@ -241,20 +243,29 @@ class Launching:
         except (RuntimeError, TierFullError) as error:
             _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
             launched = None
+            if isinstance(error, torch.OutOfMemoryError):
+                self._lacks(kind, self._budget_bytes // _PART)
         launches.over()
         needed = launches.reserved_bytes + kind.between_bytes
         if any(it.grad is not None for module in self._modules for it in module.parameters()):
             # They have not been zeroed yet, and so will need other memory in each iteration.
             needed += bytes_of(force.drawn.parts[0].joint.backward_outputs)
         if launched is not None and needed > self._budget_bytes:
-            lacks = format_bytes(needed - self._budget_bytes)
-            _log.info("an iteration that is captured needs %s more than there is", lacks)
+            lacks = needed - self._budget_bytes
+            _log.info("an iteration that is captured lacks %s", format_bytes(lacks))
+            self._lacks(kind, lacks)
             launched.close()
             launched = None
         if launched is None:
             launches.forget()
             self._issue_again(kind)
         return launched
+
+    @staticmethod
+    def _lacks(kind: Kind, nbytes: int) -> None:
+        """Have a plan be asked for once more, with so much more room."""
+        if kind.lacking_bytes is None:
+            kind.lacking_bytes = nbytes
 
     def _issue_again(self, kind: Kind) -> None:
         """Set aside what iterations need that are issued."""

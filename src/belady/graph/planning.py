@@ -26,6 +26,7 @@ from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
+from belady.ir.timeline import Measured
 from belady.ir.trace import Trace
 from belady.measure.corrections import faster
 from belady.measure.margins import with_settled
@@ -206,11 +207,11 @@ class Planning:
         trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics(kind))
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
-        if kind.launchable is None:
-            launches, kind.asked = self._launches(kind, drawn, chosen or kind.trial), True
-            if launches:
+        follows, measured = chosen or kind.trial, kind.measured
+        if kind.launchable is None and follows is not None and measured is not None:
+            kind.between_bytes = between_bytes(kind)
+            if self._launches(kind, drawn, follows, measured):
                 return
-            kind.launchable = False
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
 
@@ -220,28 +221,31 @@ class Planning:
         if kind.starved:
             self._tighten(kind)
         elif kind.issued is not None and kind.launchable is False:
-            (drawn, trial, _), kind.issued = kind.issued, None
-            self._put_in_force(kind, drawn, trial)
+            issued, kind.issued = kind.issued, None
+            # Once more where a capture lacked room.
+            again = bool(kind.lacking_bytes) and self._launches(kind, *issued)
+            kind.lacking_bytes = 0
+            if not again:
+                self._put_in_force(kind, *issued[:2])
 
-    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial | None) -> bool:
+    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, measured: Measured) -> bool:
         """Put a plan in force for launches, where the host is late; ``follows`` comes otherwise."""
-        measured = kind.measured
-        if measured is None or follows is None:
-            return False
-        kind.between_bytes, numerics = between_bytes(kind), self._numerics(kind)
-        beside = fixed_bytes(kind) + kind.between_bytes
+        beside = fixed_bytes(kind) + kind.between_bytes + (kind.lacking_bytes or 0)
+        kind.asked = False
         try:
+            numerics = self._numerics(kind)
             trace, trial = self._verification.launched(drawn.trace, follows, beside, *numerics)
+            if gains(trial.plan.predicted_seconds, measured):
+                self._put_in_force(kind, replace(drawn, trace=trace), trial)
+                if kind.launchable is None:
+                    # What it gains shows when it is launched. What it holds is known.
+                    kind.issued, kind.stage = (drawn, follows, measured), Stage.STEADY
         except InfeasibleBudgetError:
-            return False
-        if not gains(trial.plan.predicted_seconds, measured):
-            return False
-        self._put_in_force(kind, replace(drawn, trace=trace), trial)
-        if kind.launchable is False:
-            return False
-        # What it gains shows when it is launched. What it holds is known.
-        kind.issued, kind.stage = (drawn, follows, measured), Stage.STEADY
-        return True
+            pass
+        kind.asked = True
+        if kind.issued is None:
+            kind.launchable = False
+        return kind.issued is not None
 
     def _tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
