@@ -319,7 +319,7 @@ views: list[Tensor] = []
 def around_forward(training: Training, index: int) -> list[Tensor]:
     """A setting of torch's that holds for forward, and not for backward."""
     before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = not before
     loss = training.loss(index)
     torch.backends.cudnn.benchmark = before
     loss.backward()
