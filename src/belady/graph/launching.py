@@ -58,11 +58,6 @@ class Launching:
         The models whose parameters and buffers stay where they are; the list may grow.
     places
         What is set aside for gradients otherwise.
-
-    Attributes
-    ----------
-    notes
-        What a user should know, one sentence each.
     """
 
     def __init__(
@@ -72,13 +67,22 @@ class Launching:
         budget_bytes: int,
         places: Places,
     ) -> None:
-        self.notes: list[str] = []
         self._modules, self._carrier = modules, carrier
         self._budget_bytes, self._places = budget_bytes, places
         self._kind: Kind | None = None
         self._launched: Launched | None = None
         self._row = 0
         self._samples: list[Sample] = []
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the kind that runs, one sentence each."""
+        kind = self._kind
+        if kind is None or not kind.launchable or kind.measured is None or kind.issued is None:
+            return []
+        *_, before = kind.issued
+        took = format_seconds(kind.measured.seconds), format_seconds(before.seconds)
+        return [f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"]
 
     def begin(self, kind: Kind) -> None:
         """A plan is in force: see whether its iterations may be launched."""
@@ -119,7 +123,7 @@ class Launching:
         if self._launched is None and self._row >= kind.wanted:
             self._launched = self._captured(kind, kind.graphs[0], args)
             if self._launched is None:
-                self._refuse(kind)
+                kind.launchable = False
         elif self._launched is not None and not (
             self._launched.takes(args)
             or (self._move_gradients(self._launched) and self._launched.takes(args))
@@ -138,12 +142,7 @@ class Launching:
         """Something else came in between: wait for longer before a kind is captured again."""
         kind.wanted *= 2
         if kind.wanted > _MOST:
-            self._refuse(kind)
-
-    def _refuse(self, kind: Kind) -> None:
-        """Have a kind issued from its next iteration on."""
-        kind.launchable = False
-        self.notes.clear()
+            kind.launchable = False
 
     def level(self, kind: Kind, *, recording: bool) -> int:
         """How much of the next iteration is measured, see `belady.measure.monitor`."""
@@ -161,7 +160,7 @@ class Launching:
             return
         kind.waited = 0 if kind.launchable and self._launched is not None else kind.waited + 1
         if kind.waited > _MOST:
-            self._refuse(kind)
+            kind.launchable = False
         if self._launched is None or kind.launchable is not None:
             return
         # The first one is captured, too.
@@ -197,14 +196,14 @@ class Launching:
         launched = self._launched is not None and kind is self._kind
         self.rest()
         if launched:
-            self._refuse(kind)
+            kind.launchable = False
         return launched
 
     def _conclude(self, kind: Kind, launched: Launched) -> None:
         """Go on launching where that is faster and within the budget."""
         found = launched.measured(summarize(self._samples[1:], 0, ()))
         if kind.trial is None or kind.issued is None:
-            self._refuse(kind)
+            kind.launchable = False
             return
         *_, before = kind.issued
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
@@ -212,12 +211,10 @@ class Launching:
         _log.info("launched in one piece an iteration takes %s, otherwise %s", *took)
         if not fits or not gains(min(found.iterations), before):
             self.rest()
-            self._refuse(kind)
+            kind.launchable = False
             return
         kind.launchable = True
         kind.trial = replace(kind.trial, measured=found)
-        said = f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"
-        self.notes[:] = [said]
 
     def _captured(self, kind: Kind, graph: Captured, args: Sequence[Any]) -> Launched | None:
         """The parts of an iteration as launches, where there is room for what else is needed."""
