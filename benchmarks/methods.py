@@ -24,7 +24,7 @@ from benchmarks.average import held_on_average
 from benchmarks.bounds import bound_of_own
 from benchmarks.cases import ENGINES, OURS, OWN, Record
 from benchmarks.copies import lane_rates
-from benchmarks.peers import PEERS, Applied
+from benchmarks.peers import PEERS, Applied, Peer
 from benchmarks.workloads import Workload
 
 # Iterations before timing starts: of peers, and at most of ours (observed, verified and possibly
@@ -108,13 +108,17 @@ Opener = Callable[[int | None], AbstractContextManager[Session]]
 def opened(work: Workload, method: str) -> Iterator[Opener]:
     """Put ``work`` into the hands of ``method``; gives what opens a session under a cap.
 
-    A peer is applied once for all sessions, so that compiled code is compiled once; ours plans
-    anew in each.
+    A peer is applied once for all sessions, so that compiled code is compiled once, unless it says
+    otherwise; ours plans anew in each.
     """
     if method.startswith(OWN):
         yield lambda cap: _ours(work, method, cap)
         return
-    with PEERS[method].applied(work) as applied:
+    peer = PEERS[method]
+    if peer.anew:
+        yield lambda cap: _peer_anew(work, peer, cap)
+        return
+    with peer.applied(work) as applied:
         yield lambda cap: _peer(work, applied, cap)
 
 
@@ -151,6 +155,12 @@ def _plain(work: Workload) -> Session:
 def _peer(work: Workload, applied: Applied, cap: int | None) -> Iterator[Session]:
     with _capped(work.setting.device, cap):
         yield Session(work, applied, lambda count: count >= WARM_UP, dict)
+
+
+@contextmanager
+def _peer_anew(work: Workload, peer: Peer, cap: int | None) -> Iterator[Session]:
+    with peer.applied(work) as applied, _peer(work, applied, cap) as session:
+        yield session
 
 
 @contextmanager

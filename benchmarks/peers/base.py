@@ -49,12 +49,16 @@ class Peer:
         Why it cannot run this workload here, or None.
     applied
         Context in which the workload is trained in the peer's way.
+    anew
+        Whether each cap needs a context of its own: what it sets aside under one cap would be there
+        under the next.
     """
 
     name: str
     source: str
     available: Callable[[Workload], str | None]
     applied: Callable[[Workload], AbstractContextManager[Applied]]
+    anew: bool = False
 
 
 def always(_work: Workload) -> None:
