@@ -98,11 +98,13 @@ class Iteration:
         self.order.append((call, forward))
         self.moments.append(perf_counter())
         self.sample.mark(Phase.FORWARD if forward else Phase.BACKWARD)
-        force = self.kind.force
-        if force is not None and len(self.order) <= len(force.drawn.starts):
+        force, part = self.kind.force, len(self.order) - 1
+        if force is not None and part < len(force.drawn.starts):
+            start, *later = force.drawn.starts[part:]
+            ops = range(start, min([len(force.drawn.trace.ops), *later]))
             # First: what the host then takes to note the boundary is within its lead.
-            self.sample.hold(self.kind.lead(len(self.order) - 1))
-            self.sample.passed(force.drawn.starts[len(self.order) - 1])
+            self.sample.hold(self.kind.lead(part), ops)
+            self.sample.passed(start)
 
     def ends(self) -> None:
         """Its last part has been issued."""

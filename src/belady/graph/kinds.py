@@ -141,9 +141,8 @@ class Kind(Progress):
     def lead(self, part: int) -> float:
         """Seconds by which the host is to be ahead of the device at a part; 0 but for a pace.
 
-        What the host took from there to the next part: so it is ahead until the next one begins,
-        and as the device is idle before, hardly ever waits for room in its launch queue. The most
-        where that is not known, as of a forward whose backward did not come.
+        What the host took from there to the next part: so it is ahead until the next one begins.
+        The most where that is not known, as of a forward whose backward did not come.
         """
         if self.stage is not Stage.PACED:
             return 0.0

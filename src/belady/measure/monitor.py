@@ -73,10 +73,10 @@ class Sample:
             if events is not None:
                 events.anchor(boundary)
 
-    def hold(self, seconds: float) -> None:
-        """Hold the device back for so long, where a pace is taken and it is to be."""
+    def hold(self, seconds: float, ops: range) -> None:
+        """Hold the device back for what the host takes for ``ops``, where a pace is to be taken."""
         if self.pace is not None and seconds > 0:
-            self.pace.hold(seconds)
+            self.pace.hold(seconds, ops)
             self.held = True
 
     def mark(self, phase: Phase) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from belady.memory.lanes import Lanes
 
 _WAIT = -1
+# A launch queue has room for about a thousand launches; an op makes one to three, with events.
+_OPS_AHEAD = 200
 
 
 class Pace:
@@ -16,9 +18,13 @@ class Pace:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._ticks: list[tuple[int, object, object]] = []
+        # Ops before which compute is held back, and what the host takes to issue one of them.
+        self._ahead, self._one_s = range(0), 0.0
 
     def anchor(self, boundary: int) -> None:
         """The engine got control at ``boundary``."""
+        if boundary in self._ahead[_OPS_AHEAD:]:
+            self._hold(self._ahead[self._ahead.index(boundary) :])
         tick = self._lanes.tick()
         self._ticks.append((boundary, tick, tick))
 
@@ -26,10 +32,20 @@ class Pace:
         """Compute was told to wait between two ticks."""
         self._ticks.append((_WAIT, *ends))
 
-    def hold(self, seconds: float) -> None:
-        """Make compute wait for so long, while the host goes on."""
+    def hold(self, seconds: float, ops: range) -> None:
+        """Make compute wait while the host, which takes so long to issue ``ops``, gets ahead.
+
+        And again within them: where its launch queue is full the host waits for the device, and
+        once that goes on it catches up with the host.
+        """
+        self._one_s = seconds / max(1, len(ops))
+        self._hold(ops)
+
+    def _hold(self, ops: range) -> None:
+        """Hold back for twice as many ops as go ahead, as control comes back at some of them."""
+        self._ahead = ops
         begun = self._lanes.tick()
-        self._lanes.hold(seconds)
+        self._lanes.hold(self._one_s * len(ops[: 2 * _OPS_AHEAD]))
         self.waited((begun, self._lanes.tick()))
 
     def seconds(self) -> dict[tuple[int, int], float]:

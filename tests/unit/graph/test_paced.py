@@ -28,7 +28,7 @@ def test_each_part_of_one_iteration_is_held_back(
     unwatched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[float] = []
-    monkeypatch.setattr(Pace, "hold", lambda pace, seconds: held.append(seconds))
+    monkeypatch.setattr(Pace, "hold", lambda pace, seconds, ops: held.append(seconds))
     monkeypatch.setattr(Planning, "unwatched", unwatched)
     training, counts = Training(CNN), list[int]()
     with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):

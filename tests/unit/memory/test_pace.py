@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
+
 from belady.measure.monitor import Sample
+from belady.memory import pace as pacing
 from belady.memory.lanes import Lanes
 from belady.memory.pace import Pace
 
@@ -52,7 +55,7 @@ def test_a_device_that_is_held_back_is_as_fast_as_before() -> None:
     clock = Clock()
     pace = Pace(cast(Lanes, clock))
     pace.anchor(0)
-    pace.hold(4.0)
+    pace.hold(4.0, range(5))
     clock.now += 1.0
     pace.anchor(3)
     assert clock.now == 5.0
@@ -63,10 +66,73 @@ def test_only_what_is_to_be_held_back_is() -> None:
     clock = Clock()
     sample = Sample(0.0, pace=Pace(cast(Lanes, clock)))
     for held in (sample, Sample(0.0)):
-        held.hold(0.0)
+        held.hold(0.0, range(3))
         assert not held.held
-    Sample(0.0).hold(2.0)
+    Sample(0.0).hold(2.0, range(3))
     assert clock.holds == []
-    sample.hold(2.0)
+    sample.hold(2.0, range(3))
     assert sample.held
     assert clock.holds == [2.0]
+
+
+class Queue:
+    """Lanes of a device whose launch queue has room for so many; a host that is slower than it."""
+
+    ROOM = 1000
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ends = [0.0]
+
+    def launch(self, seconds: float, host_seconds: float = 0.0) -> None:
+        self.now += host_seconds
+        if len(self.ends) > self.ROOM:
+            self.now = max(self.now, self.ends[-self.ROOM])
+        self.ends.append(max(self.now, self.ends[-1]) + seconds)
+
+    def hold(self, seconds: float) -> None:
+        self.now = max(self.now, self.ends[-1])
+        self.launch(seconds)
+
+    def tick(self) -> object:
+        return max(self.now, self.ends[-1])
+
+    def seconds(self, start: object, end: object) -> float:
+        return cast(float, end) - cast(float, start)
+
+
+@pytest.mark.parametrize("ops", [150, 400, 2000])
+@pytest.mark.parametrize("every", [1, 70])
+def test_a_host_stays_ahead_of_any_number_of_ops(
+    ops: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, issue, launches = 10e-6, 40e-6, 3
+
+    def off() -> float:
+        lanes = Queue()
+        pace = Pace(cast(Lanes, lanes))
+        pace.hold(ops * launches * issue, range(100, 100 + ops))
+        for op in range(100, 100 + ops):
+            if (op - 100) % every == 0:
+                pace.anchor(op)
+            for _ in range(launches):
+                lanes.launch(kernel, issue)
+        pace.anchor(100 + ops)
+        # All but once have been held back for no longer than the host has issued.
+        assert lanes.tick() <= 2 * ops * launches * (issue + kernel)
+        return sum(pace.seconds().values()) / (ops * launches * kernel)
+
+    assert off() == pytest.approx(1.0, rel=0.01)
+    monkeypatch.setattr(pacing, "_OPS_AHEAD", 1_000_000)
+    # Held back once, it catches up with the host.
+    assert (off() > 1.2) == (ops == 2000)
+
+
+def test_what_comes_after_is_not_held_back() -> None:
+    clock = Clock()
+    pace = Pace(cast(Lanes, clock))
+    pace.hold(1.0, range(1000))
+    for boundary in (0, 199, 200, 399, 400, 999, 1000, 1400):
+        pace.anchor(boundary)
+    # Twice the share of those that go ahead, and no more than is left.
+    assert clock.holds == pytest.approx([0.4, 0.4, 0.4, 0.001])
