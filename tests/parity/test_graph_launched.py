@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,11 +26,12 @@ from belady.graph.launching import Launching
 from belady.graph.layout import Layout
 from belady.graph.placing import Places
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Budget, Plan
-from belady.ir.trace import Tier, Trace
+from belady.ir.plan import Budget, Offload, Plan
+from belady.ir.trace import Phase, Tier, Trace
 from belady.measure import verification
 from belady.measure.verification import Verification
 from belady.simulate import simulate
+from belady.simulate.reassigned import reassigned
 from tests.parity.racing import random_plan
 from tests.support.launches import Rerun, launching_on_a_cpu
 from tests.support.models import CLASSES, CNN, GPT, TIED, Task
@@ -158,6 +159,36 @@ def test_any_plan_can_be_launched(
     monkeypatch.setattr(verification, "make_plan", partial(at_random, seed=seed))
     made = train(task, step, "vdnn_all", monkeypatch)
     assert made[0].launched >= 6
+
+
+def all_in_backward(
+    trace: Trace, hardware: HardwareProfile, plan: Plan, _boundaries: Sequence[int]
+) -> Plan:
+    """In place of `in_time`: no copy goes out before backward begins, where that is legal."""
+    begins = [op.phase for op in trace.ops].index(Phase.BACKWARD)
+    for place, it in enumerate(plan.assignments):
+        if isinstance(it.decision, Offload):
+            later = replace(it.decision, copy_out_after=begins - 1, free_at=begins)
+            moved = replace(it, decision=later)
+            others = [*plan.assignments[:place], moved, *plan.assignments[place + 1 :]]
+            plan = reassigned(trace, hardware, plan, others) or plan
+            sent_late.append(plan.assignments[place] == moved)
+    return plan
+
+
+sent_late: list[bool] = []
+
+
+@pytest.mark.parametrize("step", [plain, suddenly_twice, autocast])
+@pytest.mark.parametrize("task", [CNN, GPT], ids=lambda it: it.name)
+def test_copies_may_go_out_in_backward(
+    task: Task, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_late.clear()
+    monkeypatch.setattr(verification, "in_time", all_in_backward)
+    made = train(task, step, "vdnn_all", monkeypatch)
+    assert made[0].launched >= 6
+    assert sum(sent_late) >= 3
 
 
 def zeroing_after(training: Training, index: int) -> list[Tensor]:

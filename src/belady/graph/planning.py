@@ -21,7 +21,7 @@ from belady.graph.ops import fusion_of
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
-from belady.graph.seams import at_seams, fuses
+from belady.graph.seams import at_seams, fuses, seams_of
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
@@ -84,7 +84,7 @@ class Planning:
         self._verification = (
             Verification(policy, hardware)
             if inductor is None
-            else Verification(policy, hardware, Kernels(at_seams, _SLOWER))
+            else Verification(policy, hardware, Kernels(at_seams, seams_of, _SLOWER))
         )
         self._places = Places(carrier.device, modules)
         self.launching = Launching(modules, carrier, policy.budget.device_bytes, self._places)

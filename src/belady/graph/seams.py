@@ -19,10 +19,9 @@ from belady.graph.layout import Layout
 from belady.graph.ops import is_fused, is_random, name_of
 from belady.graph.orders import Act
 from belady.ir.hardware import HardwareProfile
-from belady.ir.legality import check
 from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.trace import Op, Trace
-from belady.simulate import simulate
+from belady.simulate.reassigned import reassigned
 
 
 def at_seams(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Plan:
@@ -30,31 +29,22 @@ def at_seams(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Plan:
 
     Where not all can be there at once, one after another is tried.
     """
-    seams = _seams([fuses(op) for op in trace.ops])
+    seams = seams_of(trace)
     moved = [_moved(it, seams) for it in plan.assignments]
-    found = _legal(trace, hardware, plan, moved)
+    found = reassigned(trace, hardware, plan, moved)
     if found is not None:
         return found
     for place, back in product(range(len(moved)), (True, False)):
         assignment = _moved(plan.assignments[place], seams, free=not back, back=back)
         if assignment != plan.assignments[place]:
             one = [*plan.assignments[:place], assignment, *plan.assignments[place + 1 :]]
-            plan = _legal(trace, hardware, plan, one) or plan
+            plan = reassigned(trace, hardware, plan, one) or plan
     return plan
 
 
-def _legal(
-    trace: Trace, hardware: HardwareProfile, plan: Plan, assignments: Sequence[Assignment]
-) -> Plan | None:
-    """The plan with these assignments, and what is then predicted; None if it is not legal."""
-    if tuple(assignments) == plan.assignments:
-        return plan
-    other = replace(plan, assignments=tuple(assignments))
-    verdict = check(trace, hardware, other, plan.budget)
-    if not verdict.ok:
-        return None
-    seconds = simulate(trace, hardware, other).seconds
-    return replace(other, predicted_peak_bytes=verdict.peak_bytes, predicted_seconds=seconds)
+def seams_of(trace: Trace) -> list[int]:
+    """Boundaries at which a movement makes no two kernels of one."""
+    return _seams([fuses(op) for op in trace.ops])
 
 
 def read_in_run(

@@ -28,7 +28,7 @@ from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
 from belady.measure.trial import Trial, best, fastest, margin, why
-from belady.measure.unissued import launching, unissued
+from belady.measure.unissued import in_time, launching, unissued
 from belady.planners import plan as make_plan
 from belady.planners.price import KEPT, price
 from belady.simulate import simulate
@@ -50,11 +50,14 @@ class Kernels:
     ----------
     fitted
         A plan as it is carried out with them.
+    seams
+        Boundaries of a trace at which an action divides no kernel.
     slower
         How many times as slow as the trace has them they can be: see `with_pace_of`.
     """
 
     fitted: Callable[[Trace, HardwareProfile, Plan], Plan] = lambda *given: given[-1]
+    seams: Callable[[Trace], Sequence[int]] = lambda trace: range(len(trace.ops) + 1)
     slower: float = 1.0
 
 
@@ -238,8 +241,11 @@ class Verification:
         trace, hardware = unissued(trace), launching(trial.hardware, beside_bytes)
         make = self._planner(trial.policy, trace, numerics)
         if trial.policy in FILLING:
-            return trace, Trial(*suited(trace, hardware, make), trial.policy)
-        return trace, Trial(make(hardware), hardware, trial.policy)
+            plan, hardware = suited(trace, hardware, make)
+        else:
+            plan = make(hardware)
+        plan = in_time(trace, hardware, plan, self._kernels.seams(trace))
+        return trace, Trial(plan, hardware, trial.policy)
 
     def tighter(self, trace: Trace, tried: Sequence[Trial], *numerics: str) -> Trial | None:
         """What to go on with where the device ran out of memory under the last of ``tried``.

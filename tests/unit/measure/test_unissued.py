@@ -1,0 +1,114 @@
+"""What changes in a plan whose forward and backward are one launch each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from belady.ir.hardware import Allocator, HardwareProfile
+from belady.ir.legality import check
+from belady.ir.plan import Assignment, Budget, Offload, Plan
+from belady.ir.timeline import Lane, Span
+from belady.ir.trace import Phase, Tier, Trace
+from belady.measure.unissued import in_time, unissued
+from belady.simulate import simulate
+from tests.support.builder import OpSpec, build_trace
+from tests.support.strategies import machine as drawn
+
+LAYERS = 24
+EVERYWHERE = range(2 * LAYERS)
+MIB = 1 << 20
+
+
+def machine(bytes_per_s: float) -> HardwareProfile:
+    allocator = Allocator(1, 0.0, 0)
+    return drawn("cuda", link_rate=bytes_per_s, disk=False, disk_rate=1.0, allocator=allocator)
+
+
+def network(loss: bool = False) -> Trace:
+    specs = [OpSpec(nbytes=MIB, device_us=100) for _ in range(LAYERS)]
+    return unissued(build_trace(specs, every_boundary=True, input_held=False, loss=loss))
+
+
+def sending_all(trace: Trace, free_at: int, *, late: int) -> Plan:
+    """Every input of a layer goes to host memory as soon as it is saved; the last saved first."""
+    found = []
+    for index in reversed(trace.saved):
+        value = trace.values[index]
+        read = value.first_read
+        if read is None or trace.storages[value.storage].persistent or read <= free_at + late:
+            continue
+        decision = Offload(Tier.HOST, value.first_save - 1, free_at, read - 1, read)
+        found.append(Assignment(index, decision))
+    return Plan(trace.fingerprint, "test", Budget(1 << 30), tuple(found))
+
+
+def begins(trace: Trace) -> int:
+    return [op.phase for op in trace.ops].index(Phase.BACKWARD)
+
+
+def outs(trace: Trace, hardware: HardwareProfile, plan: Plan) -> list[Span]:
+    spans = (it for it in simulate(trace, hardware, plan).spans if it.lane is Lane.COPY_OUT)
+    return sorted(spans, key=lambda it: it.start_s)
+
+
+@pytest.mark.parametrize(
+    "boundaries", [EVERYWHERE, [it for it in EVERYWHERE if it % 5 != 2], [2 * LAYERS]]
+)
+@pytest.mark.parametrize("loss", [False, True])
+def test_what_would_outlast_forward_is_issued_in_backward_in_the_same_order(
+    loss: bool, boundaries: Sequence[int]
+) -> None:
+    trace, hardware = network(loss), machine(2.5e9)
+    first = begins(trace)
+    plan = sending_all(trace, first + 12, late=2)
+    found = in_time(trace, hardware, plan, boundaries)
+    assert check(trace, hardware, found, plan.budget).ok
+    before, after = outs(trace, hardware, plan), outs(trace, hardware, found)
+    assert [it.value for it in before] == [it.value for it in after]
+    moved = {
+        value
+        for value, decision in found.decisions.items()
+        if isinstance(decision, Offload) and decision.copy_out_after + 1 >= first
+    }
+    assert 2 < len(moved) < len(before)
+    # As if nothing had been changed, but for what was at half when forward ended.
+    lasts = max(it.end_s - it.start_s for it in before)
+    assert found.predicted_seconds == simulate(trace, hardware, found).seconds
+    for one, two in zip(before, after, strict=True):
+        assert one.end_s <= two.end_s <= one.end_s + lasts
+    # All else stays.
+    for index, decision in plan.decisions.items():
+        assert isinstance(decision, Offload)
+        other = found.decisions[index]
+        assert isinstance(other, Offload)
+        assert replace(other, copy_out_after=decision.copy_out_after) == decision
+    # Each at a boundary of its own.
+    at = [
+        move.copy_out_after
+        for it in after
+        if isinstance(move := found.decisions[it.value], Offload)
+    ]
+    assert all(one < two for one, two in pairwise(at))
+    # Where there are enough.
+    assert ({it + 1 for it in at if it + 1 > first} <= {*boundaries}) == (len(boundaries) > 1)
+
+
+def test_what_has_gone_by_then_stays() -> None:
+    trace = network()
+    for rate, free_at in ((1e12, begins(trace) + 12), (3e9, begins(trace) - 1)):
+        hardware = machine(rate)
+        plan = sending_all(trace, free_at, late=2)
+        assert plan.decisions
+        # It is copied in time, or waited for anyway.
+        assert in_time(trace, hardware, plan, EVERYWHERE) is plan
+
+
+def test_without_a_backward_there_is_nothing_to_do() -> None:
+    trace = network()
+    forward = replace(trace, ops=tuple(it for it in trace.ops if it.phase is Phase.FORWARD))
+    plan = Plan(forward.fingerprint, "test", Budget(1 << 30), ())
+    assert in_time(forward, machine(3e9), plan, []) is plan
