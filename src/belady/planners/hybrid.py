@@ -16,7 +16,7 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import finish
 from belady.planners.lifetime import LIFETIME
-from belady.planners.mix import Mixer
+from belady.planners.mix import DUST, Mixer
 from belady.planners.moves import Case
 from belady.planners.price import BEGUN, KEPT, price
 from belady.planners.segments import segmented
@@ -61,7 +61,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 17
+    version: int = 18
     recomputes: bool = True
 
     def __call__(
@@ -69,13 +69,22 @@ class Hybrid:
     ) -> Plan:
         """See `belady.planners.base.Planner`; every plan of this policy is exact."""
         case = Case(trace, hardware, budget, exact)
-        mixer = Mixer(case, f"{self.name}/{self.version}")
-        plans = [finish(case, mixer.draft(_leanest(mixer)))]
+        mixer, plan = self._begun(case)
+        plans = [plan]
         with suppress(InfeasibleBudgetError):
             copies = LIFETIME(trace, hardware, budget, exact=exact)
             plans.append(replace(copies, planner=plans[0].planner))
         search = _Search(case, mixer, plans)
         return search.run() if mixer.ways.cost else search.best
+
+    def _begun(self, case: Case) -> tuple[Mixer, Plan]:
+        """What makes plans of this policy, and the one that takes least; all moves if need be."""
+        name = f"{self.name}/{self.version}"
+        with suppress(InfeasibleBudgetError):
+            mixer = Mixer(case, name, DUST)
+            return mixer, finish(case, mixer.draft(_leanest(mixer)))
+        mixer = Mixer(case, name)
+        return mixer, finish(case, mixer.draft(_leanest(mixer)))
 
 
 class _Search:

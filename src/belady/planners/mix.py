@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,6 +37,10 @@ _PASSES = 4
 _LONG = 5_000
 
 
+# Of all bytes that may move, what the smallest values together have that are not worth it.
+DUST = 1e-3
+
+
 class Fitting(NamedTuple):
     """A wish of which all that it lets leave the device fits, and the bytes left at each op."""
 
@@ -47,16 +52,23 @@ class Fitting(NamedTuple):
 class Mixer:
     """Makes plans of Keep, Offload, Recompute and Encode for one case.
 
+    Parameters
+    ----------
+    dust
+        Share of the bytes that the smallest values may have together which stay: each costs what a
+        copy or a replay does beside its bytes, and is in the way of what a compiler would fuse.
+
     Attributes
     ----------
     ways
         How each value that may move can leave the device.
     """
 
-    def __init__(self, case: Case, planner: str) -> None:
+    def __init__(self, case: Case, planner: str, dust: float = 0.0) -> None:
         self._case = case
         self._planner = planner
-        self.ways = Ways(case, {value: held_bytes(case, value) for value in movable(case.trace)})
+        nbytes = {value: held_bytes(case, value) for value in movable(case.trace)}
+        self.ways = Ways(case, _without_dust(nbytes, dust))
         self._alone = alone(case.trace, self.ways.nbytes)
         self._largest = max(self.ways.nbytes.values(), default=0)
         self._moving = 1 - np.array(still_ops(case.trace), dtype=np.int64)
@@ -257,3 +269,14 @@ class Mixer:
             v: self.ways.saved[v] if v in away.encoded else self.ways.nbytes[v] for v in windows
         }
         return set(keep(windows, nbytes, slack, reserve * self._largest))
+
+
+def _without_dust(nbytes: Mapping[int, int], dust: float) -> dict[int, int]:
+    """Without the smallest, all of one size or none of it, up to a share of all bytes."""
+    room, least = dust * sum(nbytes.values()), 0
+    for size, count in sorted(Counter(nbytes.values()).items()):
+        room -= size * count
+        if room < 0:
+            least = size
+            break
+    return {value: size for value, size in nbytes.items() if size >= least}
