@@ -25,6 +25,9 @@ from belady.simulate.relaxation import Relaxation, Segments, relax
 
 _SAMPLES = 32
 _SOLVER_SECONDS = 10.0
+# Where the solver does not come to an end, it is asked once more with so many times fewer samples.
+_COARSER = 4
+OPTIMAL = "optimal"
 # HiGHS lets rows be violated by 1e-7; what that could add is taken off the bound.
 _TOLERANCE = 1e-6
 
@@ -87,7 +90,7 @@ def bound(
     samples
         Most ops at which time is cut; fewer make it lower and sooner known.
     solver_seconds
-        How long the solver may take.
+        How long the solver may take; as long again, with fewer samples, where that was too short.
 
     Raises
     ------
@@ -108,12 +111,17 @@ def bound(
         return Bound(math.inf, math.inf, "infeasible", op, least)
     limits = rooms(trace, hardware.allocator, budget.device_bytes)
     over = [have - limit for have, limit in zip(held, limits, strict=True)]
-    cuts = _samples(over, samples)
-    if not cuts:
-        return Bound(keep.seconds, 0.0, "kept", op, least)
-    segments = _segments(trace, keep, cuts, [over[i] for i in cuts])
-    seconds, status = _solve(relax(segments, items, links), keep.seconds, solver_seconds)
-    return Bound(seconds, seconds - keep.seconds, status, op, least, 2 * len(cuts) + 1)
+    found = Bound(keep.seconds, 0.0, "kept", op, least)
+    for count in (samples, max(1, samples // _COARSER)):
+        cuts = _samples(over, count)
+        if not cuts:
+            break
+        segments = _segments(trace, keep, cuts, [over[i] for i in cuts])
+        seconds, status = _solve(relax(segments, items, links), keep.seconds, solver_seconds)
+        found = Bound(seconds, seconds - keep.seconds, status, op, least, 2 * len(cuts) + 1)
+        if status == OPTIMAL:
+            break
+    return found
 
 
 def _without(held: list[int], items: list[Movable]) -> list[int]:
@@ -173,4 +181,4 @@ def _solve(problem: Relaxation, keep_seconds: float, most_seconds: float) -> tup
     )
     if result.status != 0:
         return keep_seconds, str(result.message)
-    return max(keep_seconds, result.fun * problem.unit_s * (1 - _TOLERANCE)), "optimal"
+    return max(keep_seconds, result.fun * problem.unit_s * (1 - _TOLERANCE)), OPTIMAL

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,12 @@ from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget, Offload
 from belady.ir.trace import Tier
 from belady.simulate import bound, simulate
+from belady.simulate.relaxation import Relaxation
 from tests.support import strategies
 from tests.unit.simulate.cases import cpu, gpu, machine, plan_of, trace_of
+
+# The package names the function as its module.
+bounds = importlib.import_module("belady.simulate.bound")
 
 
 def test_a_budget_for_everything_costs_nothing() -> None:
@@ -74,6 +79,41 @@ def test_four_hundred_values_take_seconds_at_most() -> None:
     assert time.perf_counter() - began < 10
     assert found.status == "optimal"
     assert found.stall_seconds > 0
+
+
+def test_where_the_solver_runs_out_of_time_it_is_asked_for_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = strategies.random_trace(1, 200)
+    allocator = Allocator(512, 0.0, 0)
+    hardware = strategies.machine(
+        "cuda", link_rate=1e9, disk=False, disk_rate=1.0, allocator=allocator
+    )
+    budget = Budget(simulate(trace, hardware, plan_of(trace)).peak(Tier.DEVICE) // 2)
+    full, coarse = (bound(trace, hardware, budget, samples=count) for count in (32, 8))
+    assert full.segments > coarse.segments
+    assert full.seconds >= coarse.seconds * (1 - 1e-5)
+    solve = bounds._solve
+
+    def in_time(problem: Relaxation, keep_seconds: float, limit_s: float) -> tuple[float, str]:
+        if len(problem.bounds) > limit:
+            return keep_seconds, "out of time"
+        return solve(problem, keep_seconds, limit_s)
+
+    sizes: list[int] = []
+
+    def noted(problem: Relaxation, *given: float) -> tuple[float, str]:
+        sizes.append(len(problem.bounds))
+        return solve(problem, *given)
+
+    monkeypatch.setattr(bounds, "_solve", noted)
+    bound(trace, hardware, budget, samples=8)
+    (limit,) = sizes
+    monkeypatch.setattr(bounds, "_solve", in_time)
+    assert bound(trace, hardware, budget) == coarse
+    limit = 0
+    found = bound(trace, hardware, budget)
+    assert (found.status, found.stall_seconds) == ("out of time", 0.0)
 
 
 def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
