@@ -16,11 +16,11 @@ import belady
 import tests.parity.graphs as graphs
 from belady.graph import inductor, program
 from belady.graph.ops import is_fused
-from belady.graph.orders import orders_of
+from belady.graph.orders import Act, orders_of
 from belady.ir.curves import curve
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget, Plan
-from belady.ir.trace import Trace
+from belady.ir.trace import Phase, Trace
 from belady.measure.monitor import Sample
 from belady.measure.verification import Verification
 from tests.parity.graphs import PlannedHost, compiled
@@ -254,6 +254,32 @@ def test_memory_is_scarce_near_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -
     # Of a budget that is far above the peak there is enough.
     assert scarce(max(held), 10 * max(held)) == []
     assert scarce(max(held), int(1.2 * max(held))) == near
+
+
+def test_boundaries_are_passed_where_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    Segments(monkeypatch)
+    host = in_segments(roomy)
+    (drawn,), plan = host.drawn, host.plans[0]
+    (before,) = orders_of(drawn, plan)
+    every = range(len(drawn.trace.ops))
+    told = [it for it in every if drawn.trace.ops[it].phase is not Phase.LOSS]
+    (orders,) = orders_of(drawn, plan, told=told)
+    for start, acts, known in zip(
+        drawn.starts,
+        (orders.forward, orders.backward),
+        (before.forward, before.backward),
+        strict=True,
+    ):
+        assert known.items() <= acts.items()
+        assert len(acts) > len(known)
+        for at, due in acts.items():
+            assert due == known.get(at, [(Act.PASSED, start + at)])
+    passed = {
+        start + at
+        for start, it in zip(drawn.starts, (orders.forward, orders.backward), strict=True)
+        for at in it
+    }
+    assert {*told} <= passed
 
 
 def test_iterations_that_are_verified_are_timed_between_movements(

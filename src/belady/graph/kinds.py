@@ -10,6 +10,7 @@ from belady.graph.contents import Place
 from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
+from belady.graph.seams import told_at
 from belady.graph.segments import Fuse
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
@@ -59,7 +60,9 @@ class Force:
         place: Place | None = None,
     ) -> Force:
         """Generate the programs of a plan; one that moves nothing has those of plain PyTorch."""
-        orders = orders_of(drawn, plan, gradients_apart=place is not None)
+        # How long kernels take that a compiler makes is known between boundaries alone.
+        told = () if fuse is None else told_at(drawn.trace)
+        orders = orders_of(drawn, plan, gradients_apart=place is not None, told=told)
         programs = []
         for graph, order in zip(graphs, orders, strict=True):
             if graph.joint is None:

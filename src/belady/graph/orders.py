@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -74,13 +74,17 @@ class Orders:
 AS_SAVED = Orders()
 
 
-def orders_of(drawn: Drawn, plan: Plan, *, gradients_apart: bool = False) -> list[Orders]:
+def orders_of(
+    drawn: Drawn, plan: Plan, *, gradients_apart: bool = False, told: Iterable[int] = ()
+) -> list[Orders]:
     """The orders of every call.
 
     Parameters
     ----------
     gradients_apart
         Whether large gradients of parameters have memory of their own.
+    told
+        Boundaries of ops of graphs at which it is told that they are passed, whatever is due.
 
     Raises
     ------
@@ -102,6 +106,10 @@ def orders_of(drawn: Drawn, plan: Plan, *, gradients_apart: bool = False) -> lis
             found[call][0][storage] = value
         due += [(boundary, act, value) for boundary, act in _due(drawn.trace, decision)]
     acts = _by_part(drawn, due)
+    for boundary in told:
+        part = bisect_right(drawn.starts, boundary) - 1
+        passed = [(Act.PASSED, boundary)]
+        acts[part].setdefault(boundary - drawn.starts[part], passed)
     scarce = _scarce(drawn, plan)
     # A call without a backward has nothing to do in one.
     acts.append({})

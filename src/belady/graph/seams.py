@@ -20,8 +20,12 @@ from belady.graph.ops import is_fused, is_random, name_of
 from belady.graph.orders import Act
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Offload, Plan
-from belady.ir.trace import Op, Trace
+from belady.ir.trace import Op, Phase, Trace
 from belady.simulate.reassigned import reassigned
+
+# Ops from one boundary at which the time is noted to the next, where nothing is due: fewer than a
+# device can be held back for at once, see `belady.memory.pace`.
+_TOLD = 100
 
 
 def at_seams(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Plan:
@@ -45,6 +49,16 @@ def at_seams(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Plan:
 def seams_of(trace: Trace) -> list[int]:
     """Boundaries at which a movement makes no two kernels of one."""
     return _seams([fuses(op) for op in trace.ops])
+
+
+def told_at(trace: Trace) -> list[int]:
+    """Some of these, at which an engine may note the time: so many ops from one to the next."""
+    found, last = list[int](), 0
+    for seam in seams_of(trace)[:-1]:
+        if seam - last >= _TOLD and trace.ops[seam].phase is not Phase.LOSS:
+            found.append(seam)
+            last = seam
+    return found
 
 
 def read_in_run(

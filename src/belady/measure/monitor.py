@@ -3,7 +3,7 @@
 Level 0 takes two events an iteration and is on always. Level 1 also resets the allocator's peak
 statistics at the start of an iteration, times every wait and, where hooks are off otherwise, every
 save behind them, and takes an event where a phase begins, two more in an iteration of one pass, in
-one of graphs also at each boundary at which something is due; it is on while a plan is verified.
+one of graphs also at each boundary that is passed; it is on while a plan is verified.
 Level 2 also takes down every copy, wait and anchor; it is on for an iteration when asked for, waits
 for the device first and takes some microseconds an anchor.
 """

@@ -11,10 +11,10 @@ import torch
 
 from belady.graph.orders import Act
 from belady.graph.replays import from_statistics
-from belady.graph.seams import at_seams, read_in_run
+from belady.graph.seams import at_seams, read_in_run, seams_of, told_at
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Phase, Tier, Trace
 from belady.simulate import simulate
 from tests.unit.simulate.cases import gpu, plan_of, trace_of
 
@@ -53,6 +53,18 @@ def test_bytes_go_later_and_come_back_earlier(
 ) -> None:
     made = seamed(traced([(100, 0, 9)]), replace(MOVE, free_at=free, copy_in_at=back))
     assert moves(made) == [expected]
+
+
+def test_the_time_is_noted_at_some_seams_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = traced([(100, 0, 9)], NAMES * 3)
+    ops = [replace(it, phase=Phase.LOSS) if 12 < at < 17 else it for at, it in enumerate(trace.ops)]
+    trace = replace(trace, ops=tuple(ops))
+    seams = seams_of(trace)
+    assert told_at(trace) == []
+    monkeypatch.setattr("belady.graph.seams._TOLD", 4)
+    found = told_at(trace)
+    assert found == [6, 12, 17, 22, 26]
+    assert {*found} <= {*seams} - {len(trace.ops)}
 
 
 def test_random_ops_and_writes_are_seams() -> None:
