@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from belady.graph.capture import Captured
 from belady.graph.contents import Place
 from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
+from belady.graph.prospect import Prospect, Way
 from belady.graph.seams import told_at
 from belady.graph.segments import Fuse
 from belady.ir.plan import Plan
-from belady.ir.timeline import Measured
 from belady.measure.observe import undisturbed
 from belady.measure.progress import Progress
 from belady.measure.stages import Stage
-from belady.measure.trial import Trial
 
 ELSEWHERE = "lies on other bytes than it was traced with"
 MAY_BE_OFF = "what is predicted may be off"
@@ -102,18 +101,8 @@ class Kind(Progress):
         Whether no plan was found for what was observed, and it is observed once more.
     moments
         Of its last iteration under a plan, see `belady.graph.iteration.Iteration`.
-    launchable
-        Whether its iterations go on as they were captured; None while that is to be tried.
-    issued
-        What follows a plan for launches that is not faster than what was measured before it.
-    asked
-        Whether a plan for launches has been asked for.
-    wanted, waited
-        Iterations in a row after which it is captured; and those that were issued since it could
-        be launched.
-    between_bytes, lacking_bytes
-        What the device has to have room for while nothing is launched; and what the first capture
-        lacked, None while none did.
+    prospect
+        Whether its iterations are launched as they were captured.
     """
 
     graphs: tuple[Captured, ...] = ()
@@ -123,18 +112,12 @@ class Kind(Progress):
     counting: Force | None = None
     doubted: bool = False
     moments: Sequence[float] = ()
-    launchable: bool | None = False
-    issued: tuple[Drawn, Trial, Measured] | None = None
-    asked: bool = False
-    wanted: int = 1
-    waited: int = 0
-    between_bytes: int = 0
-    lacking_bytes: int | None = None
+    prospect: Prospect = field(default_factory=Prospect)
 
     @property
     def shown(self) -> Stage:
         """The stage that users are told: what is still to be tried is not steady."""
-        tried = self.stage is Stage.STEADY and self.launchable is None
+        tried = self.stage is Stage.STEADY and self.prospect.way is Way.TRIED
         return Stage.VERIFYING if tried else self.stage
 
     def same(self, graphs: Sequence[Captured], order: Order) -> bool:
@@ -155,8 +138,7 @@ class Kind(Progress):
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
         super().observe_again()
-        self.issued, self.launchable, self.asked = None, False, False
-        self.wanted, self.waited, self.lacking_bytes = 1, 0, None
+        self.prospect = Prospect()
         self.warm = self.force = self.counting = None
 
     def doubt(self) -> None:

@@ -19,6 +19,7 @@ from belady.graph.launchable import storage_of, why_not
 from belady.graph.launched import Launched
 from belady.graph.placing import Places
 from belady.graph.program import Program
+from belady.graph.prospect import Way
 from belady.ir.plan import Offload
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
@@ -78,9 +79,11 @@ class Launching:
     def notes(self) -> list[str]:
         """What a user should know of the kind that runs, one sentence each."""
         kind = self._kind
-        if kind is None or not kind.launchable or kind.measured is None or kind.issued is None:
+        if kind is None or kind.prospect.way is not Way.LAUNCHED:
             return []
-        *_, before = kind.issued
+        if kind.measured is None or kind.prospect.instead is None:
+            return []
+        *_, before = kind.prospect.instead
         took = format_seconds(kind.measured.seconds), format_seconds(before.seconds)
         return [f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"]
 
@@ -92,8 +95,8 @@ class Launching:
         moved = (it for it in kind.force.plan.decisions.values() if isinstance(it, Offload))
         tiers = {it.tier for it in moved}
         able = captures(self._carrier.device) and not _is_one_of_several()
-        may = able and alone and tiers <= _TIERS and not kind.asked
-        kind.launchable = None if may else False
+        may = able and alone and tiers <= _TIERS and not kind.prospect.asked
+        kind.prospect.way = Way.TRIED if may else Way.ISSUED
 
     def only(self, kind: Kind) -> None:
         """An iteration begins: what was captured of another kind is given back."""
@@ -102,7 +105,7 @@ class Launching:
             held, self._kind = self._launched is not None, kind
             self._give_back()
             if held and before is not None:
-                self._put_off(before)
+                before.prospect.put_off(_MOST)
                 self._issue_again(kind)
 
     def program(self, iteration: Iteration, call: int, args: Sequence[Any]) -> Program:
@@ -118,12 +121,12 @@ class Launching:
         kind = iteration.kind
         if iteration.sample.tape is not None:
             self.rest()
-        if kind.launchable is False or kind.stage is not Stage.STEADY:
+        if kind.prospect.way is Way.ISSUED or kind.stage is not Stage.STEADY:
             return None
-        if self._launched is None and self._row >= kind.wanted:
+        if self._launched is None and self._row >= kind.prospect.wanted:
             self._launched = self._captured(kind, kind.graphs[0], args)
             if self._launched is None:
-                kind.launchable = False
+                kind.prospect.way = Way.ISSUED
         elif self._launched is not None and not (
             self._launched.takes(args)
             or (self._move_gradients(self._launched) and self._launched.takes(args))
@@ -138,15 +141,9 @@ class Launching:
             return launched.let_go_of(it for it in grads if it is not None)
         return False
 
-    def _put_off(self, kind: Kind) -> None:
-        """Something else came in between: wait for longer before a kind is captured again."""
-        kind.wanted *= 2
-        if kind.wanted > _MOST:
-            kind.launchable = False
-
     def level(self, kind: Kind, *, recording: bool) -> int:
         """How much of the next iteration is measured, see `belady.measure.monitor`."""
-        if kind.launchable is None and kind.stage is Stage.STEADY:
+        if kind.prospect.way is Way.TRIED and kind.stage is Stage.STEADY:
             # What it does otherwise nobody asks for.
             return int(kind is self._kind and self._launched is not None and bool(self._samples))
         return kind.level(recording=recording)
@@ -156,12 +153,14 @@ class Launching:
         if kind is not self._kind or kind.stage is not Stage.STEADY:
             return
         self._row += 1
-        if kind.launchable is False:
+        prospect, launched = kind.prospect, self._launched is not None
+        if prospect.way is Way.ISSUED:
             return
-        kind.waited = 0 if kind.launchable and self._launched is not None else kind.waited + 1
-        if kind.waited > _MOST:
-            kind.launchable = False
-        if self._launched is None or kind.launchable is not None:
+        goes_on = prospect.way is Way.LAUNCHED and launched
+        prospect.waited = 0 if goes_on else prospect.waited + 1
+        if prospect.waited > _MOST:
+            prospect.way = Way.ISSUED
+        if self._launched is None or prospect.way is not Way.TRIED:
             return
         # The first one is captured, too.
         self._samples.append(sample)
@@ -174,7 +173,7 @@ class Launching:
         kind, held = self._kind, self._launched is not None
         self._give_back()
         if held and kind is not None:
-            self._put_off(kind)
+            kind.prospect.put_off(_MOST)
             self._issue_again(kind)
 
     def close(self) -> None:
@@ -196,24 +195,24 @@ class Launching:
         launched = self._launched is not None and kind is self._kind
         self.rest()
         if launched:
-            kind.launchable = False
+            kind.prospect.way = Way.ISSUED
         return launched
 
     def _conclude(self, kind: Kind, launched: Launched) -> None:
         """Go on launching where that is faster and within the budget."""
         found = launched.measured(summarize(self._samples[1:], 0, ()))
-        if kind.trial is None or kind.issued is None:
-            kind.launchable = False
+        if kind.trial is None or kind.prospect.instead is None:
+            kind.prospect.way = Way.ISSUED
             return
-        *_, before = kind.issued
+        *_, before = kind.prospect.instead
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
         took = format_seconds(found.seconds), format_seconds(before.seconds)
         _log.info("launched in one piece an iteration takes %s, otherwise %s", *took)
         if not fits or not gains(min(found.iterations), before):
             self.rest()
-            kind.launchable = False
+            kind.prospect.way = Way.ISSUED
             return
-        kind.launchable = True
+        kind.prospect.way = Way.LAUNCHED
         kind.trial = replace(kind.trial, measured=found)
 
     def _captured(self, kind: Kind, graph: Captured, args: Sequence[Any]) -> Launched | None:
@@ -241,28 +240,22 @@ class Launching:
             _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
             launched = None
             if isinstance(error, torch.OutOfMemoryError):
-                self._lacks(kind, self._budget_bytes // _PART)
+                kind.prospect.lacks(self._budget_bytes // _PART)
         launches.over()
-        needed = launches.reserved_bytes + kind.between_bytes
+        needed = launches.reserved_bytes + kind.prospect.between_bytes
         if any(it.grad is not None for module in self._modules for it in module.parameters()):
             # They have not been zeroed yet, and so will need other memory in each iteration.
             needed += bytes_of(force.drawn.parts[0].joint.backward_outputs)
         if launched is not None and needed > self._budget_bytes:
             lacks = needed - self._budget_bytes
             _log.info("an iteration that is captured lacks %s", format_bytes(lacks))
-            self._lacks(kind, lacks)
+            kind.prospect.lacks(lacks)
             launched.close()
             launched = None
         if launched is None:
             launches.forget()
             self._issue_again(kind)
         return launched
-
-    @staticmethod
-    def _lacks(kind: Kind, nbytes: int) -> None:
-        """Have a plan be asked for once more, with so much more room."""
-        if kind.lacking_bytes is None:
-            kind.lacking_bytes = nbytes
 
     def _issue_again(self, kind: Kind) -> None:
         """Set aside what iterations need that are issued."""

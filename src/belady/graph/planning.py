@@ -17,18 +17,16 @@ from belady.graph.capture import Captured
 from belady.graph.doors import fake_value
 from belady.graph.kinds import Force, Kind, all_go_back
 from belady.graph.launching import Launching, gains
-from belady.graph.ops import fusion_of
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
-from belady.graph.seams import at_seams, fuses, seams_of
+from belady.graph.prospect import Way
+from belady.graph.seams import as_fused, at_seams, seams_of
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
-from belady.ir.trace import Trace
-from belady.measure.corrections import faster
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy, Stage
 from belady.measure.trial import Trial
@@ -38,9 +36,6 @@ from belady.planners import POLICIES
 from belady.planners import plan as make_plan
 from belady.sections.losses import MATTERS, Losses
 
-# What an op takes in a fused kernel, of its seconds alone. ResNet-50 in bf16 on an H200 takes 54 ms
-# with eager kernels and 37 with Inductor's, of which convolutions are the same.
-_OF_FUSED = 0.5
 # Kernels that nobody has watched can take many times what was guessed.
 _SLOWER = 4.0
 
@@ -188,7 +183,7 @@ class Planning:
         """
         drawn = self._may_run_again(drawn)
         if self._inductor is not None:
-            drawn = replace(drawn, trace=_fused(drawn.trace))
+            drawn = replace(drawn, trace=as_fused(drawn.trace))
         try:
             trial = self._verification.first(drawn.trace, *self._numerics(kind))
         except InfeasibleBudgetError:
@@ -208,8 +203,9 @@ class Planning:
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
         follows, measured = chosen or kind.trial, kind.measured
-        if kind.launchable is None and follows is not None and measured is not None:
-            kind.between_bytes = between_bytes(kind)
+        tried = kind.prospect.way is Way.TRIED
+        if tried and follows is not None and measured is not None:
+            kind.prospect.between_bytes = between_bytes(kind)
             if self._launches(kind, drawn, follows, measured):
                 return
         if chosen is not None:
@@ -220,36 +216,37 @@ class Planning:
         self.launching.only(kind)
         if kind.starved:
             self._tighten(kind)
-        elif kind.issued is not None and kind.launchable is False:
-            issued, kind.issued = kind.issued, None
+        elif kind.prospect.instead is not None and kind.prospect.way is Way.ISSUED:
+            instead, kind.prospect.instead = kind.prospect.instead, None
             # Once more where a capture lacked room.
-            again = bool(kind.lacking_bytes) and self._launches(kind, *issued)
-            kind.lacking_bytes = 0
+            again = bool(kind.prospect.lacking_bytes) and self._launches(kind, *instead)
+            kind.prospect.lacking_bytes = 0
             if not again:
-                self._put_in_force(kind, *issued[:2])
+                self._put_in_force(kind, *instead[:2])
 
     def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, measured: Measured) -> bool:
         """Put a plan in force for launches, where the host is late; ``follows`` comes otherwise."""
-        beside = fixed_bytes(kind) + kind.between_bytes + (kind.lacking_bytes or 0)
-        kind.asked = False
+        prospect = kind.prospect
+        beside = fixed_bytes(kind) + prospect.between_bytes + (prospect.lacking_bytes or 0)
+        prospect.asked = False
         try:
             numerics = self._numerics(kind)
             trace, trial = self._verification.launched(drawn.trace, follows, beside, *numerics)
             if gains(trial.plan.predicted_seconds, measured):
                 self._put_in_force(kind, replace(drawn, trace=trace), trial)
-                if kind.launchable is None:
+                if prospect.way is Way.TRIED:
                     # What it gains shows when it is launched. What it holds is known.
-                    kind.issued, kind.stage = (drawn, follows, measured), Stage.STEADY
+                    prospect.instead, kind.stage = (drawn, follows, measured), Stage.STEADY
         except InfeasibleBudgetError:
             pass
-        kind.asked = True
-        if kind.issued is None:
-            kind.launchable = False
-        return kind.issued is not None
+        prospect.asked = True
+        if prospect.instead is None:
+            prospect.way = Way.ISSUED
+        return prospect.instead is not None
 
     def _tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
-        kind.starved, kind.issued = False, None
+        kind.starved, kind.prospect.instead = False, None
         force = kind.force
         if force is None:
             return
@@ -289,12 +286,3 @@ def _given_bytes(graph: Captured) -> int:
     """Of what the graph gives that has a gradient."""
     tangents = () if graph.joint is None else graph.joint.tangents
     return sum(fake_value(node).nbytes for node in tangents)
-
-
-def _fused(trace: Trace) -> Trace:
-    """The trace with ops as they are inside of fused kernels."""
-    ops = (
-        replace(faster(op, _OF_FUSED), fusion=fusion_of(op.name)) if fuses(op) else op
-        for op in trace.ops
-    )
-    return replace(trace, ops=tuple(ops))

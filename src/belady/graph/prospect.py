@@ -1,0 +1,56 @@
+"""Whether the iterations of a kind are issued or launched, and what is known of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from belady.graph.parts import Drawn
+from belady.ir.timeline import Measured
+from belady.measure.trial import Trial
+
+
+class Way(Enum):
+    """How iterations under a plan run: op by op, as they were captured, or that is to be seen."""
+
+    ISSUED = auto()
+    TRIED = auto()
+    LAUNCHED = auto()
+
+
+@dataclass
+class Prospect:
+    """What becomes of launching the iterations of a kind.
+
+    Attributes
+    ----------
+    instead
+        What follows a plan for launches that is not faster than what was measured before it.
+    asked
+        Whether a plan for launches has been asked for.
+    wanted, waited
+        Iterations in a row after which it is captured; and those that were issued since it could
+        be launched.
+    between_bytes, lacking_bytes
+        What the device has to have room for while nothing is launched; and what the first capture
+        lacked, None while none did.
+    """
+
+    way: Way = Way.ISSUED
+    instead: tuple[Drawn, Trial, Measured] | None = None
+    asked: bool = False
+    wanted: int = 1
+    waited: int = 0
+    between_bytes: int = 0
+    lacking_bytes: int | None = None
+
+    def lacks(self, nbytes: int) -> None:
+        """Have a plan be asked for with so much more room, once: after the first capture."""
+        if self.lacking_bytes is None:
+            self.lacking_bytes = nbytes
+
+    def put_off(self, most: int) -> None:
+        """Wait for twice as long until it is captured again; for more than ``most``, for good."""
+        self.wanted *= 2
+        if self.wanted > most:
+            self.way = Way.ISSUED
