@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Phase, Trace
 from belady.simulate import simulate
+from belady.simulate.launched import launched_seconds
 from belady.simulate.reassigned import reassigned
 
 
@@ -34,12 +36,13 @@ def launching(hardware: HardwareProfile, beside_bytes: int) -> HardwareProfile:
 
 
 def in_time(trace: Trace, hardware: HardwareProfile, plan: Plan, boundaries: Sequence[int]) -> Plan:
-    """The plan with copies out that would outlast forward issued in backward.
+    """The plan with copies out that would outlast forward issued in backward, if that is faster.
 
     A launch ends when all that was issued in it has ended: the loss would wait for copies that
     nothing waits for otherwise. What is half copied by then stays, and is waited for. All others
     are issued where they are predicted to begin, or before: one at a boundary, since several would
-    go out in the order of the plan, which is that in which they come back.
+    go out in the order of the plan, which is that in which they come back. The first of them can
+    stay, too, where backward waits for them as soon as it begins.
 
     Parameters
     ----------
@@ -50,43 +53,67 @@ def in_time(trace: Trace, hardware: HardwareProfile, plan: Plan, boundaries: Seq
     if Phase.BACKWARD not in phases or Phase.FORWARD not in phases:
         return plan
     begins = phases.index(Phase.BACKWARD)
+    last = max((at for at in range(begins) if phases[at] is Phase.FORWARD), default=-1)
+    late, first = _late(trace, hardware, plan, begins), 0
+    best, least = plan, launched_seconds(trace, hardware, plan, last)
+    while first < len(late):
+        places = _places(late[first:], begins, boundaries, len(phases))
+        other = reassigned(trace, hardware, plan, [_out_at(it, places) for it in plan.assignments])
+        if other is not None:
+            seconds = launched_seconds(trace, hardware, other, last)
+            best, least = min((best, least), (other, seconds), key=itemgetter(1))
+        first = max(1, 2 * first)
+    return best
+
+
+def _late(
+    trace: Trace, hardware: HardwareProfile, plan: Plan, begins: int
+) -> list[tuple[int, int]]:
+    """Values whose copies are not half done when forward ends, and the op at which each begins.
+
+    In order; without those that compute waits for before backward.
+    """
     spans = simulate(trace, hardware, plan).spans
-    kernels = [it for it in spans if it.lane is Lane.COMPUTE and 0 <= it.op < len(phases)]
-    ended = max((it.end_s for it in kernels if phases[it.op] is Phase.FORWARD), default=0.0)
-    late = sorted((it for it in spans if _is_late(it, ended)), key=_start, reverse=True)
+    kernels = [it for it in spans if it.lane is Lane.COMPUTE and 0 <= it.op < len(trace.ops)]
+    forward = (it for it in kernels if trace.ops[it.op].phase is Phase.FORWARD)
+    ended = max((it.end_s for it in forward), default=0.0)
     later = [it for it in kernels if it.op >= begins]
-    if not late or not later:
-        return plan
-    due = {
-        it.value: later[max(0, bisect_right(later, it.start_s, key=_start) - 1)].op for it in late
-    }
-    issued = _apart(due, [begins, *(it for it in boundaries if it > begins)])
-    if len({*issued.values()}) < len(issued):
-        # Two kernels of one are better than a lane that has its copies in another order.
-        issued = _apart(due, range(begins, len(phases)))
-
-    def parted(it: Assignment) -> Assignment:
-        move, boundary = it.decision, issued.get(it.value)
-        if boundary is None or not isinstance(move, Offload) or move.free_at < begins:
-            return it
-        after = min(boundary, move.free_at) - 1
-        return replace(it, decision=replace(move, copy_out_after=after))
-
-    return reassigned(trace, hardware, plan, [parted(it) for it in plan.assignments]) or plan
+    outs = [it for it in spans if it.lane is Lane.COPY_OUT and it.start_s + it.end_s > 2 * ended]
+    return [
+        (it.value, later[max(0, bisect_right(later, it.start_s, key=_start) - 1)].op)
+        for it in sorted(outs, key=_start)
+        if later
+        and isinstance(move := plan.decisions[it.value], Offload)
+        and move.free_at >= begins
+    ]
 
 
-def _apart(due: Mapping[int, int], allowed: Sequence[int]) -> dict[int, int]:
+def _places(
+    late: Sequence[tuple[int, int]], begins: int, boundaries: Sequence[int], end: int
+) -> dict[int, int]:
+    """A boundary for each copy, all of them apart."""
+    places = _apart(late, [begins, *(it for it in boundaries if it > begins)])
+    if len({*places.values()}) == len(places):
+        return places
+    # Two kernels of one are better than a lane that has its copies in another order.
+    return _apart(late, range(begins, end))
+
+
+def _apart(late: Sequence[tuple[int, int]], allowed: Sequence[int]) -> dict[int, int]:
     """A place for each, the last one first: where it is due, or before; the first one for many."""
     found, before = dict[int, int](), len(allowed)
-    for value, boundary in due.items():
-        before = max(0, bisect_right(allowed, boundary, 0, before) - 1)
+    for value, due in reversed(late):
+        before = max(0, bisect_right(allowed, due, 0, before) - 1)
         found[value] = allowed[before]
     return found
 
 
-def _is_late(span: Span, ended: float) -> bool:
-    """Whether a copy out is less than half done at a moment."""
-    return span.lane is Lane.COPY_OUT and span.start_s + span.end_s > 2 * ended
+def _out_at(it: Assignment, places: Mapping[int, int]) -> Assignment:
+    move = it.decision
+    if it.value not in places or not isinstance(move, Offload):
+        return it
+    after = min(places[it.value], move.free_at) - 1
+    return replace(it, decision=replace(move, copy_out_after=after))
 
 
 def _start(span: Span) -> float:

@@ -18,8 +18,8 @@ class Pace:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._ticks: list[tuple[int, object, object]] = []
-        # Ops before which compute is held back, and what the host takes to issue one of them.
-        self._ahead, self._one_s = range(0), 0.0
+        # Ops before which compute is held back, and for how long.
+        self._ahead, self._lead_s = range(0), 0.0
 
     def anchor(self, boundary: int) -> None:
         """The engine got control at ``boundary``."""
@@ -38,14 +38,15 @@ class Pace:
         And again within them: where its launch queue is full the host waits for the device, and
         once that goes on it catches up with the host.
         """
-        self._one_s = seconds / max(1, len(ops))
+        # Of twice as many ops as go ahead, as control comes back at some of them: before the last
+        # few, too, since what the host does at the end can take longer than they do.
+        self._lead_s = seconds * len(ops[: 2 * _OPS_AHEAD]) / max(1, len(ops))
         self._hold(ops)
 
     def _hold(self, ops: range) -> None:
-        """Hold back for twice as many ops as go ahead, as control comes back at some of them."""
         self._ahead = ops
         begun = self._lanes.tick()
-        self._lanes.hold(self._one_s * len(ops[: 2 * _OPS_AHEAD]))
+        self._lanes.hold(self._lead_s)
         self.waited((begun, self._lanes.tick()))
 
     def seconds(self) -> dict[tuple[int, int], float]:

@@ -70,7 +70,7 @@ def iteration_seconds(trace: Trace, hardware: HardwareProfile, plan: Plan) -> fl
 def _tasks(trace: Trace, hardware: HardwareProfile, plan: Plan) -> list[Task]:
     """What every lane does, in order of issue, with start and end."""
     _refuse(trace, plan)
-    issuer = _Issuer(trace, hardware, plan)
+    issuer = Issuer(trace, hardware, plan)
     issuer.issue()
     run(issuer.tasks)
     return issuer.tasks
@@ -155,7 +155,7 @@ def _actions(trace: Trace, plan: Plan) -> dict[int, list[tuple[_Action, int]]]:
 
 
 @dataclass(slots=True)
-class _Issuer:
+class Issuer:
     """Issues the tasks of an iteration as the host would."""
 
     trace: Trace
@@ -169,6 +169,7 @@ class _Issuer:
     hook_s: float = 0.0
 
     def issue(self) -> None:
+        """Issue all of them."""
         self.hook_s = hook_seconds(self.trace, self.hardware)
         actions = _actions(self.trace, self.plan)
         seconds = kernel_seconds(self.trace, self.plan)

@@ -15,6 +15,7 @@ from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Phase, Tier, Trace
 from belady.measure.unissued import in_time, unissued
 from belady.simulate import simulate
+from belady.simulate.launched import launched_seconds
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import machine as drawn
 
@@ -50,6 +51,11 @@ def begins(trace: Trace) -> int:
     return [op.phase for op in trace.ops].index(Phase.BACKWARD)
 
 
+def launched(trace: Trace, hardware: HardwareProfile, plan: Plan) -> float:
+    last = max(at for at, op in enumerate(trace.ops) if op.phase is Phase.FORWARD)
+    return launched_seconds(trace, hardware, plan, last)
+
+
 def outs(trace: Trace, hardware: HardwareProfile, plan: Plan) -> list[Span]:
     spans = (it for it in simulate(trace, hardware, plan).spans if it.lane is Lane.COPY_OUT)
     return sorted(spans, key=lambda it: it.start_s)
@@ -80,6 +86,7 @@ def test_what_would_outlast_forward_is_issued_in_backward_in_the_same_order(
     assert found.predicted_seconds == simulate(trace, hardware, found).seconds
     for one, two in zip(before, after, strict=True):
         assert one.end_s <= two.end_s <= one.end_s + lasts
+    assert launched(trace, hardware, found) < launched(trace, hardware, plan)
     # All else stays.
     for index, decision in plan.decisions.items():
         assert isinstance(decision, Offload)
@@ -95,6 +102,28 @@ def test_what_would_outlast_forward_is_issued_in_backward_in_the_same_order(
     assert all(one < two for one, two in pairwise(at))
     # Where there are enough.
     assert ({it + 1 for it in at if it + 1 > first} <= {*boundaries}) == (len(boundaries) > 1)
+
+
+@pytest.mark.parametrize("rate", [1e9, 2.5e9, 6e9])
+@pytest.mark.parametrize("free_at", [0, 1, 3, 8, 12])
+def test_it_is_never_slower(free_at: int, rate: float) -> None:
+    trace, hardware = network(), machine(rate)
+    plan = sending_all(trace, begins(trace) + free_at, late=2)
+    found = in_time(trace, hardware, plan, EVERYWHERE)
+    before, after = launched(trace, hardware, plan), launched(trace, hardware, found)
+    assert after < before or (found is plan and before == after)
+    # What backward waits for at once may as well go out before.
+    assert found is plan or free_at > 0
+
+
+def test_a_launch_ends_with_its_copies() -> None:
+    trace = network()
+    plan = sending_all(trace, begins(trace) + 12, late=2)
+    for rate, waits in ((1e12, False), (2.5e9, True)):
+        hardware = machine(rate)
+        issued, took = simulate(trace, hardware, plan).seconds, launched(trace, hardware, plan)
+        assert (took > 1.05 * issued) == waits
+        assert waits or took == pytest.approx(issued)
 
 
 def test_what_has_gone_by_then_stays() -> None:

@@ -134,5 +134,20 @@ def test_what_comes_after_is_not_held_back() -> None:
     pace.hold(1.0, range(1000))
     for boundary in (0, 199, 200, 399, 400, 999, 1000, 1400):
         pace.anchor(boundary)
-    # Twice the share of those that go ahead, and no more than is left.
-    assert clock.holds == pytest.approx([0.4, 0.4, 0.4, 0.001])
+    # For twice the share of those that go ahead.
+    assert clock.holds == pytest.approx([0.4] * 4)
+
+
+@pytest.mark.parametrize("ops", [190, 405, 450, 601, 1001])
+def test_a_host_that_is_late_at_the_end_is_ahead_all_the_same(ops: int) -> None:
+    """As the loss, of which a host issues many ops, counts as one."""
+    lanes, issue, loss = Queue(), 20e-6, 500e-6
+    pace = Pace(cast(Lanes, lanes))
+    pace.hold(ops * issue + loss, range(ops + 1))
+    for op in range(ops):
+        pace.anchor(op)
+        lanes.launch(5e-6, issue)
+    pace.anchor(ops)
+    lanes.launch(50e-6, loss)
+    pace.anchor(ops + 1)
+    assert pace.seconds()[ops, ops + 1] == pytest.approx(50e-6)
