@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -71,6 +71,8 @@ class Draft:
         Values that are moved in managed memory instead.
     encoded
         Values that stay in fewer bytes instead.
+    dust
+        Values that are too small to be wanted.
     """
 
     planner: str
@@ -81,6 +83,7 @@ class Draft:
     algorithms: Algorithms = UNCHANGED
     managed: Mapping[int, Managed] = field(default_factory=dict)
     encoded: Mapping[int, Encode] = field(default_factory=dict)
+    dust: Collection[int] = ()
 
 
 def assemble(case: Case, draft: Draft) -> Plan:
@@ -139,7 +142,7 @@ def _assignment(draft: Draft, index: int, could: frozenset[int]) -> Assignment:
     decision = moved or draft.replays.get(index) or draft.encoded.get(index)
     if decision is not None:
         return Assignment(index, decision, draft.reasons[index])
-    if index not in could:
+    if index not in could or index in draft.dust:
         return Assignment(index, Keep(), "kept: too little to gain from moving it")
     if index in draft.reasons:
         return Assignment(

@@ -69,6 +69,7 @@ class Mixer:
         self._planner = planner
         nbytes = {value: held_bytes(case, value) for value in movable(case.trace)}
         self.ways = Ways(case, _without_dust(nbytes, dust))
+        self._dust = nbytes.keys() - self.ways.nbytes.keys()
         self._alone = alone(case.trace, self.ways.nbytes)
         self._largest = max(self.ways.nbytes.values(), default=0)
         self._moving = 1 - np.array(still_ops(case.trace), dtype=np.int64)
@@ -175,7 +176,8 @@ class Mixer:
         """The choices, with reasons."""
         reasons = dict.fromkeys(away.moves, _COPIED) | dict.fromkeys(away.replays, _REPLAYED)
         reasons |= dict.fromkeys(away.encoded, _ENCODED)
-        return Draft(self._planner, _KEPT, reasons, away.moves, away.replays, encoded=away.encoded)
+        draft = Draft(self._planner, _KEPT, reasons, away.moves, away.replays)
+        return replace(draft, encoded=away.encoded, dust=self._dust)
 
     def room(self, away: Away) -> int:
         """Fewest bytes that the budget leaves during any op."""

@@ -8,6 +8,8 @@ from belady.ir.plan import Budget
 from belady.planners import hybrid, plan, smallest_budget
 from belady.planners.mix import Mixer
 from belady.planners.moves import Case, movable
+from belady.planners.spread import boundary_times
+from belady.planners.wish import Wish
 from tests.support.builder import OpSpec, build_trace
 from tests.unit.planners.nets import gpu
 from tests.unit.planners.test_hybrid import budgets
@@ -15,6 +17,7 @@ from tests.unit.planners.test_hybrid import budgets
 MIB = 1 << 20
 LARGE = [OpSpec(nbytes=4 * MIB)] * 12
 SMALL = [OpSpec(nbytes=4096)] * 4
+TOO_LITTLE = "kept: too little to gain from moving it"
 
 
 def moving(mixer: Mixer) -> set[int]:
@@ -35,6 +38,9 @@ def test_what_is_small_beside_all_else_stays() -> None:
     made = plan("hybrid", trace, gpu(), budget)
     assert made.decisions
     assert not made.decisions.keys() & small
+    mixer = Mixer(Case(trace, gpu(), budget), "mix/1", 1e-3)
+    mixed, *_ = mixer.make(Wish(frozenset()), boundary_times(trace, None))
+    assert {it.reason for it in mixed.assignments if it.value in small} == {TOO_LITTLE}
 
 
 def test_where_all_is_small_all_may_move() -> None:
