@@ -24,6 +24,8 @@ class Prospect:
 
     Attributes
     ----------
+    way
+        How they run under the plan in force.
     instead
         What follows a plan for launches that is not faster than what was measured before it.
     asked

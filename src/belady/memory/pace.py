@@ -5,7 +5,7 @@ from __future__ import annotations
 from belady.memory.lanes import Lanes
 
 _WAIT = -1
-# A launch queue has room for about a thousand launches; an op makes one to three, with events.
+# A launch queue is taken to have room for a thousand launches, and an op to make up to three.
 _OPS_AHEAD = 200
 
 

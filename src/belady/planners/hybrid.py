@@ -80,9 +80,12 @@ class Hybrid:
     def _begun(self, case: Case) -> tuple[Mixer, Plan]:
         """What makes plans of this policy, and the one that takes least; all moves if need be."""
         name = f"{self.name}/{self.version}"
-        with suppress(InfeasibleBudgetError):
-            mixer = Mixer(case, name, DUST)
+        mixer = Mixer(case, name, DUST)
+        try:
             return mixer, finish(case, mixer.draft(_leanest(mixer)))
+        except InfeasibleBudgetError:
+            if not mixer.dust:
+                raise
         mixer = Mixer(case, name)
         return mixer, finish(case, mixer.draft(_leanest(mixer)))
 

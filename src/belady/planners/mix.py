@@ -35,8 +35,6 @@ _REPAIRS_LEAST, _REPAIRS_MOST, _REPAIR_OPS = 12, 40, 20_000
 _PASSES = 4
 # Of more ops few mixes are tried, and of each one plan, in which what stays is found at once.
 _LONG = 5_000
-
-
 # Of all bytes that may move, what the smallest values together have that are not worth it.
 DUST = 1e-3
 
@@ -62,6 +60,8 @@ class Mixer:
     ----------
     ways
         How each value that may move can leave the device.
+    dust
+        Values that are too small for that.
     """
 
     def __init__(self, case: Case, planner: str, dust: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class Mixer:
         self._planner = planner
         nbytes = {value: held_bytes(case, value) for value in movable(case.trace)}
         self.ways = Ways(case, _without_dust(nbytes, dust))
-        self._dust = nbytes.keys() - self.ways.nbytes.keys()
+        self.dust = nbytes.keys() - self.ways.nbytes.keys()
         self._alone = alone(case.trace, self.ways.nbytes)
         self._largest = max(self.ways.nbytes.values(), default=0)
         self._moving = 1 - np.array(still_ops(case.trace), dtype=np.int64)
@@ -177,7 +177,7 @@ class Mixer:
         reasons = dict.fromkeys(away.moves, _COPIED) | dict.fromkeys(away.replays, _REPLAYED)
         reasons |= dict.fromkeys(away.encoded, _ENCODED)
         draft = Draft(self._planner, _KEPT, reasons, away.moves, away.replays)
-        return replace(draft, encoded=away.encoded, dust=self._dust)
+        return replace(draft, encoded=away.encoded, dust=self.dust)
 
     def room(self, away: Away) -> int:
         """Fewest bytes that the budget leaves during any op."""

@@ -27,7 +27,7 @@ _SAMPLES = 32
 _SOLVER_SECONDS = 10.0
 # Where the solver does not come to an end, it is asked once more with so many times fewer samples.
 _COARSER = 4
-OPTIMAL = "optimal"
+_OPTIMAL = "optimal"
 # HiGHS lets rows be violated by 1e-7; what that could add is taken off the bound.
 _TOLERANCE = 1e-6
 
@@ -119,7 +119,7 @@ def bound(
         segments = _segments(trace, keep, cuts, [over[i] for i in cuts])
         seconds, status = _solve(relax(segments, items, links), keep.seconds, solver_seconds)
         found = Bound(seconds, seconds - keep.seconds, status, op, least, 2 * len(cuts) + 1)
-        if status == OPTIMAL:
+        if status == _OPTIMAL:
             break
     return found
 
@@ -181,4 +181,4 @@ def _solve(problem: Relaxation, keep_seconds: float, most_seconds: float) -> tup
     )
     if result.status != 0:
         return keep_seconds, str(result.message)
-    return max(keep_seconds, result.fun * problem.unit_s * (1 - _TOLERANCE)), OPTIMAL
+    return max(keep_seconds, result.fun * problem.unit_s * (1 - _TOLERANCE)), _OPTIMAL

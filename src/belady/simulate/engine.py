@@ -20,7 +20,7 @@ from belady.ir.replay import compared_share, hook_seconds, sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.timeline import Cause, Lane, Timeline
 from belady.ir.trace import Tier, Trace
-from belady.simulate.lanes import Task, run
+from belady.simulate.lanes import Task, computed_at, run
 from belady.simulate.outcome import timeline_of
 
 
@@ -63,8 +63,7 @@ def simulate(trace: Trace, hardware: HardwareProfile, plan: Plan) -> Timeline:
 
 def iteration_seconds(trace: Trace, hardware: HardwareProfile, plan: Plan) -> float:
     """Duration that `simulate` predicts, in less time; it raises the same."""
-    tasks = _tasks(trace, hardware, plan)
-    return next((task.end for task in reversed(tasks) if task.lane is Lane.COMPUTE), 0.0)
+    return computed_at(_tasks(trace, hardware, plan))
 
 
 def _tasks(trace: Trace, hardware: HardwareProfile, plan: Plan) -> list[Task]:

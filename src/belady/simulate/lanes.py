@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from belady.ir.hardware import Link
@@ -43,6 +43,11 @@ class Task:
     end: float = 0.0
     rate: float = 1.0
     done: bool = False
+
+
+def computed_at(tasks: Sequence[Task]) -> float:
+    """When compute has done the last of ``tasks``, which have been `run`; 0 where it has none."""
+    return next((task.end for task in reversed(tasks) if task.lane is Lane.COMPUTE), 0.0)
 
 
 def run(tasks: Iterable[Task]) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
-from belady.ir.timeline import Cause, Lane
+from belady.ir.timeline import Cause
 from belady.ir.trace import Trace
 from belady.simulate.engine import Issuer
-from belady.simulate.lanes import run
+from belady.simulate.lanes import computed_at, run
 
 
 def launched_seconds(trace: Trace, hardware: HardwareProfile, plan: Plan, last: int) -> float:
@@ -20,7 +20,7 @@ def launched_seconds(trace: Trace, hardware: HardwareProfile, plan: Plan, last: 
     issuer = _Launched(trace, hardware, plan, last=last)
     issuer.issue()
     run(issuer.tasks)
-    return next((it.end for it in reversed(issuer.tasks) if it.lane is Lane.COMPUTE), 0.0)
+    return computed_at(issuer.tasks)
 
 
 @dataclass(slots=True)
