@@ -8,6 +8,7 @@ lies where it lay when it was captured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -105,7 +106,9 @@ class Launches:
             try:
                 given = issue()
             except BaseException:
-                self._end(graph)
+                # Copies are still on their way on other streams, which ends a capture, too.
+                with suppress(RuntimeError):
+                    self._end(graph)
                 raise
             self._end(graph)
         return partial(self._launch, graph.replay), given
