@@ -11,12 +11,17 @@ import json
 
 import torch
 
-from benchmarks import options, records, sliced
+from benchmarks import memsets, options, records, sliced
 from benchmarks.beside import copies
 from benchmarks.cases import Record
 from benchmarks.questions import OF_KERNELS, Asked
 
-QUESTIONS = {**OF_KERNELS, "copies": copies, "slices": sliced.slices}
+QUESTIONS = {
+    **OF_KERNELS,
+    "copies": copies,
+    "slices": sliced.slices,
+    "memsets": memsets.memsets,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,4 +153,9 @@ def _ms(seconds: float | None) -> str:
 
 
 # What has a table of its own.
-_APART = {"convolution": _convolutions, "copy": _copies, "slice": sliced.table}
+_APART = {
+    "convolution": _convolutions,
+    "copy": _copies,
+    "slice": sliced.table,
+    "memset": memsets.table,
+}

@@ -13,7 +13,7 @@ import torch
 from belady.errors import TierError
 from belady.memory.blocks import Lease
 
-_LIBRARY = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
 _ATTACH_GLOBAL = 1
 _CONCURRENT_MANAGED_ACCESS = 89
 _SET_PREFERRED_LOCATION = 3
@@ -37,7 +37,7 @@ class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         try:
-            self._library = ctypes.CDLL(_LIBRARY)
+            self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
             raise TierError(f"managed memory takes CUDA's driver: {error}") from error
         self._number, self._context = ctypes.c_int(), ctypes.c_void_p()

@@ -77,6 +77,29 @@ def test_a_capture_that_lacks_memory_is_refused() -> None:
     assert torch.equal(doubled(Launches(DEVICE), given), 2 * given)
 
 
+def test_a_capture_that_lacks_memory_with_copies_under_way_says_so() -> None:
+    given, before = torch.ones(MANY, dtype=torch.uint8, device=DEVICE), _allocated()
+    place = torch.empty(MANY, dtype=torch.uint8, pin_memory=True)
+    carrier, launches = FixedCarrier(lanes_for(DEVICE), {7: place}), Launches(DEVICE)
+    torch.cuda.set_per_process_memory_fraction(2**28 / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            launches.capture(
+                lambda: (carrier.send(given + 1, Tier.HOST, 7), torch.empty(1 << 30, device=DEVICE))
+            )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    launches.over()
+    torch.cuda.empty_cache()
+    assert _allocated() <= before
+    assert torch.equal(doubled(Launches(DEVICE), given), 2 * given)
+
+
+def _allocated() -> int:
+    gc.collect()
+    return torch.cuda.memory_allocated(DEVICE)
+
+
 def test_copies_to_fixed_places_are_launched_too() -> None:
     given = torch.zeros(MANY, dtype=torch.uint8, device=DEVICE)
     place = torch.empty(MANY, dtype=torch.uint8, pin_memory=True)

@@ -244,7 +244,7 @@ def test_late_movements_are_waited_for() -> None:
 
 
 def test_a_machine_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("belady.memory.driver._LIBRARY", "libno-such-driver.so.1")
+    monkeypatch.setattr("belady.memory.driver.LIBRARY", "libno-such-driver.so.1")
     with pytest.raises(TierError, match="managed memory takes CUDA's driver"):
         CudaDriver(torch.device("cuda", 0))
 
