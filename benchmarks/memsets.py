@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
 
 from belady.memory.driver import LIBRARY
-from belady.memory.memsets import Memsets, memsets_of
 from benchmarks.cases import Record
 from benchmarks.questions import Asked
+
+Zero = Callable[[torch.Tensor], None]
 
 # Of one graph.
 _KERNELS = 500
@@ -21,18 +22,17 @@ _BYTES = (4, 1 << 20)
 
 
 def memsets(asked: Asked) -> Iterator[Record]:
-    """Seconds from one kernel of a graph to the next, with and without a memset in between.
+    """Seconds from one kernel of a graph to the next, and with zeroes written in between.
 
     None without CUDA.
     """
     if asked.device.type != "cuda":
         return
-    torch.zeros(1, device=asked.device)  # has the driver know which device it is about
-    edits = memsets_of(asked.device.index)
-    ways = [("nothing", 0, None), *((f"{it} bytes, memset", it, None) for it in _BYTES)]
-    ways += [] if edits is None else [(f"{it} bytes, kernel", it, edits) for it in _BYTES]
-    for way, nbytes, edit in ways:
-        yield {"what": "memset", "way": way, "s": _seconds(asked, nbytes, edit)}
+    ways: list[tuple[str, int, Zero | None]] = [("nothing", 0, None)]
+    ways += [(f"{it} bytes, memset", it, _by_memset) for it in _BYTES]
+    ways += [(f"{it} bytes, kernel", it, _by_kernel) for it in _BYTES]
+    for way, nbytes, zero in ways:
+        yield {"what": "memset", "way": way, "s": _seconds(asked, nbytes, zero)}
 
 
 def table(found: list[Record]) -> str:
@@ -43,20 +43,27 @@ def table(found: list[Record]) -> str:
     return f"| in a CUDA graph, between two kernels | {ways} |\n{rule}|\n| µs | {cells} |\n"
 
 
-def _seconds(asked: Asked, nbytes: int, edits: Memsets | None) -> float:
+def _by_memset(target: torch.Tensor) -> None:
+    to, nbytes = ctypes.c_uint64(target.data_ptr()), ctypes.c_size_t(target.nbytes)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    if ctypes.CDLL(LIBRARY).cuMemsetD8Async(to, ctypes.c_ubyte(0), nbytes, stream):
+        raise RuntimeError("CUDA's driver refused to capture a memset")
+
+
+def _by_kernel(target: torch.Tensor) -> None:
+    target.zero_()
+
+
+def _seconds(asked: Asked, nbytes: int, zero: Zero | None) -> float:
     """Median seconds of a kernel and of what follows it."""
-    driver = ctypes.CDLL(LIBRARY)
-    target = torch.empty(max(_BYTES), dtype=torch.uint8, device=asked.device)
-    value, stream = torch.ones(1, device=asked.device), torch.cuda.Stream(asked.device)
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    zero = ctypes.c_ubyte(0), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream)
-    with torch.cuda.graph(graph, stream=stream):
+    target = torch.empty(nbytes, dtype=torch.uint8, device=asked.device)
+    value = torch.ones(1, device=asked.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for _ in range(_KERNELS):
             value.mul_(1.0)
-            if nbytes and driver.cuMemsetD8Async(ctypes.c_uint64(target.data_ptr()), *zero):
-                raise RuntimeError("CUDA's driver refused to capture a memset")
-    if edits is not None:
-        edits.become_kernels(graph.raw_cuda_graph())
+            if zero is not None:
+                zero(target)
     graph.replay()
     took = []
     for _ in range(asked.repeats):

@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 import torch
 
 from belady.memory.apart import count_as_ours, others_have_pools
-from belady.memory.memsets import memsets_of
 from belady.memory.streams import current_stream
 
 T = TypeVar("T")
@@ -84,7 +83,6 @@ class Launches:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._memsets = memsets_of(device.index)
         self._pool = torch.cuda.graph_pool_handle()
         count_as_ours(self._pool)
 
@@ -101,7 +99,7 @@ class Launches:
         torch.OutOfMemoryError
             If the pool cannot grow. Nothing that is free elsewhere is given up for it.
         """
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             # Other threads go on: one that pins memory for a loader would end a global capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -113,10 +111,6 @@ class Launches:
                     self._end(graph)
                 raise
             self._end(graph)
-            if self._memsets is not None:
-                with suppress(OSError):
-                    self._memsets.become_kernels(graph.raw_cuda_graph())
-            graph.instantiate()
         return partial(self._launch, graph.replay), given
 
     def _launch(self, replay: Callable[[], None]) -> None:
