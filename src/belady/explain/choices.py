@@ -16,7 +16,7 @@ from belady.ir.trace import Tier, Trace
 from belady.planners.moves import Case, Schedule, encodings, movable, offloads, read_by
 from belady.planners.replays import LONGEST, cheapest
 from belady.planners.spread import Spread, Times, slack_of
-from belady.simulate.engine import routes
+from belady.simulate.routes import routes
 
 
 class Need(NamedTuple):

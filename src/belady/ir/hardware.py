@@ -144,6 +144,9 @@ class HardwareProfile:
     hook_s
         Seconds of the host for a value that a plan does not keep, beside what it takes to issue
         anything: hooks are on for all else that its call saves. What iterations show; 0 before.
+    joins
+        Whether compute waits for all copies at the end of forward, as where that is one launch:
+        it ends with all that was issued in it.
     """
 
     name: str
@@ -156,6 +159,7 @@ class HardwareProfile:
     versions: tuple[tuple[str, str], ...] = ()
     managed: ManagedLinks | None = None
     hook_s: float = 0.0
+    joins: bool = False
     version: int = field(default=1, metadata={"const": 1})
 
     def capacity(self, tier: Tier) -> int:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Phase, Trace
 from belady.simulate import simulate
-from belady.simulate.launched import launched_seconds
+from belady.simulate.engine import iteration_seconds, last_of_forward
 from belady.simulate.reassigned import reassigned
+
+# Asks for a plan, and the machine with the margin that suits it.
+Ask = Callable[[HardwareProfile], tuple[Plan, HardwareProfile]]
+# Part of an iteration that is not worth another plan.
+_NOTHING = 0.002
 
 
 def unissued(trace: Trace) -> Trace:
@@ -22,7 +27,7 @@ def unissued(trace: Trace) -> Trace:
 
 
 def launching(hardware: HardwareProfile, beside_bytes: int) -> HardwareProfile:
-    """The machine on which copies and replays are issued for nothing.
+    """The machine on which copies and replays are issued for nothing, and forward waits for them.
 
     Parameters
     ----------
@@ -32,7 +37,33 @@ def launching(hardware: HardwareProfile, beside_bytes: int) -> HardwareProfile:
     allocator = hardware.allocator
     allocator = replace(allocator, margin_bytes=allocator.margin_bytes + beside_bytes)
     links = tuple(replace(link, issue_s=0.0) for link in hardware.links)
-    return replace(hardware, allocator=allocator, links=links, hook_s=0.0)
+    return replace(hardware, allocator=allocator, links=links, hook_s=0.0, joins=True)
+
+
+def for_launches(
+    trace: Trace, hardware: HardwareProfile, boundaries: Sequence[int], ask: Ask
+) -> tuple[Plan, HardwareProfile]:
+    """The plan that is faster on a machine that joins copies, and what it was made for.
+
+    Of a plan that was made as if nothing waited, copies that outlast forward may go out in backward
+    as well. Where that loses time, a plan that was made with the wait may lose less: it replays.
+
+    Parameters
+    ----------
+    boundaries
+        As `in_time` has them.
+    ask
+        Gives a plan for a machine, and the machine with the margin that suits the plan.
+    """
+    found = list[tuple[Plan, HardwareProfile]]()
+    for joins in (False, True):
+        plan, suits = ask(replace(hardware, joins=joins))
+        suits = replace(suits, joins=hardware.joins)
+        made = in_time(trace, suits, plan, boundaries)
+        found.append((made, suits))
+        if made.predicted_seconds <= (1 + _NOTHING) * plan.predicted_seconds:
+            break
+    return min(found, key=lambda it: it[0].predicted_seconds)
 
 
 def in_time(trace: Trace, hardware: HardwareProfile, plan: Plan, boundaries: Sequence[int]) -> Plan:
@@ -49,19 +80,16 @@ def in_time(trace: Trace, hardware: HardwareProfile, plan: Plan, boundaries: Seq
     boundaries
         Where they should be issued.
     """
-    phases = [op.phase for op in trace.ops]
-    if Phase.BACKWARD not in phases or Phase.FORWARD not in phases:
-        return plan
-    begins = phases.index(Phase.BACKWARD)
-    last = max((at for at in range(begins) if phases[at] is Phase.FORWARD), default=-1)
+    best = replace(plan, predicted_seconds=iteration_seconds(trace, hardware, plan))
+    if last_of_forward(trace) < 0:
+        return best
+    begins = next(at for at, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD)
     late, first = _late(trace, hardware, plan, begins), 0
-    best, least = plan, launched_seconds(trace, hardware, plan, last)
     while first < len(late):
-        places = _places(late[first:], begins, boundaries, len(phases))
+        places = _places(late[first:], begins, boundaries, len(trace.ops))
         other = reassigned(trace, hardware, plan, [_out_at(it, places) for it in plan.assignments])
         if other is not None:
-            seconds = launched_seconds(trace, hardware, other, last)
-            best, least = min((best, least), (other, seconds), key=itemgetter(1))
+            best = min(best, other, key=attrgetter("predicted_seconds"))
         first = max(1, 2 * first)
     return best
 
@@ -73,7 +101,7 @@ def _late(
 
     In order; without those that compute waits for before backward.
     """
-    spans = simulate(trace, hardware, plan).spans
+    spans = simulate(trace, replace(hardware, joins=False), plan).spans
     kernels = [it for it in spans if it.lane is Lane.COMPUTE and 0 <= it.op < len(trace.ops)]
     forward = (it for it in kernels if trace.ops[it.op].phase is Phase.FORWARD)
     ended = max((it.end_s for it in forward), default=0.0)

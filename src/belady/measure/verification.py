@@ -28,7 +28,7 @@ from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
 from belady.measure.trial import Trial, best, fastest, margin, why
-from belady.measure.unissued import in_time, launching, unissued
+from belady.measure.unissued import for_launches, launching, unissued
 from belady.planners import plan as make_plan
 from belady.planners.price import KEPT, price
 from belady.simulate import simulate
@@ -240,12 +240,13 @@ class Verification:
         """
         trace, hardware = unissued(trace), launching(trial.hardware, beside_bytes)
         make = self._planner(trial.policy, trace, numerics)
-        if trial.policy in FILLING:
-            plan, hardware = suited(trace, hardware, make)
-        else:
-            plan = make(hardware)
-        plan = in_time(trace, hardware, plan, self._kernels.seams(trace))
-        return trace, Trial(plan, hardware, trial.policy)
+        fills = trial.policy in FILLING
+
+        def ask(machine: HardwareProfile) -> tuple[Plan, HardwareProfile]:
+            return suited(trace, machine, make) if fills else (make(machine), machine)
+
+        seams = self._kernels.seams(trace)
+        return trace, Trial(*for_launches(trace, hardware, seams, ask), trial.policy)
 
     def tighter(self, trace: Trace, tried: Sequence[Trial], *numerics: str) -> Trial | None:
         """What to go on with where the device ran out of memory under the last of ``tried``.

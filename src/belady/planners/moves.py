@@ -14,7 +14,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Encode, Offload
 from belady.ir.residency import next_anchor
 from belady.ir.trace import Tier, Trace, Value
-from belady.simulate.engine import routes
+from belady.simulate.routes import routes
 
 T = TypeVar("T")
 

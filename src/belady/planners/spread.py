@@ -21,7 +21,7 @@ from belady.ir.residency import offload_boundaries
 from belady.ir.timeline import Lane, Timeline
 from belady.ir.trace import Tier, Trace
 from belady.planners.moves import Case
-from belady.simulate.engine import routes
+from belady.simulate.routes import routes
 
 # A copy is small that takes the link less than so many times what the host takes to issue it.
 _SMALL = 4.0

@@ -47,8 +47,9 @@ from belady.planners.base import Draft, assemble
 from belady.planners.floor import FLOOR
 from belady.planners.moves import Case, read_by
 from belady.planners.spread import Bytes, Times, held_bytes, slack_of
-from belady.simulate.engine import routes, simulate
+from belady.simulate.engine import simulate
 from belady.simulate.lanes import duplex_share
+from belady.simulate.routes import routes
 
 KEPT = "kept: the budget has room for it between its uses"
 

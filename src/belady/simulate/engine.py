@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import pairwise
 
-from belady.errors import PlanMismatchError, TierError
+from belady.errors import PlanMismatchError
 from belady.ir.codecs import passes
 from belady.ir.hardware import HardwareProfile, Link
-from belady.ir.plan import Decision, Encode, Managed, Offload, Plan, Recompute
+from belady.ir.plan import Encode, Managed, Offload, Plan, Recompute
 from belady.ir.replay import compared_share, hook_seconds, sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.timeline import Cause, Lane, Timeline
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Phase, Tier, Trace
 from belady.simulate.lanes import Task, computed_at, run
 from belady.simulate.outcome import timeline_of
+from belady.simulate.routes import ways
 
 
 class _Action(IntEnum):
@@ -75,47 +75,6 @@ def _tasks(trace: Trace, hardware: HardwareProfile, plan: Plan) -> list[Task]:
     return issuer.tasks
 
 
-def routes(hardware: HardwareProfile, tier: Tier) -> tuple[list[tuple[Lane, Link]], ...]:
-    """Lanes and links that carry a value from the device to ``tier``, and back.
-
-    On the way to disk it is staged in pinned memory where the machine has that.
-
-    Raises
-    ------
-    TierError
-        If the machine lacks a link of the route.
-    """
-    there = list(pairwise(hardware.stops(tier)))
-    back = [(target, source) for source, target in reversed(there)]
-    return [_hop(hardware, *ends) for ends in there], [_hop(hardware, *ends) for ends in back]
-
-
-def ways(hardware: HardwareProfile, decision: Decision) -> tuple[list[tuple[Lane, Link]], ...]:
-    """Lanes and links that carry a value out and back under an Offload or a Managed.
-
-    Raises
-    ------
-    TierError
-        If the machine lacks a link of the route, or its profile those of managed memory.
-    """
-    if not isinstance(decision, Managed):
-        return routes(hardware, decision.tier if isinstance(decision, Offload) else Tier.DEVICE)
-    links = hardware.managed
-    if links is None:
-        raise TierError(hardware.no_managed)
-    back = links.fault if decision.faults else links.back
-    return [(Lane.COPY_OUT, links.out)], [(Lane.COPY_IN, back)]
-
-
-def _hop(hardware: HardwareProfile, source: Tier, target: Tier) -> tuple[Lane, Link]:
-    link = hardware.link(source, target)
-    if link is None:
-        raise TierError(f"machine {hardware.name!r} has no link from {source} to {target}")
-    if Tier.DISK in (source, target):
-        return (Lane.DISK_WRITE if target is Tier.DISK else Lane.DISK_READ), link
-    return (Lane.COPY_OUT if source is Tier.DEVICE else Lane.COPY_IN), link
-
-
 def _refuse(trace: Trace, plan: Plan) -> None:
     if plan.trace != trace.fingerprint:
         raise PlanMismatchError(f"this plan is for trace {plan.trace}, not for {trace.fingerprint}")
@@ -166,10 +125,12 @@ class Issuer:
     copies: dict[int, list[Task]] = field(default_factory=dict)  # by value, in order of issue
     known_routes: dict[Tier, tuple[list[tuple[Lane, Link]], ...]] = field(default_factory=dict)
     hook_s: float = 0.0
+    joined: int = -1  # op after which compute waits for all copies
 
     def issue(self) -> None:
         """Issue all of them."""
         self.hook_s = hook_seconds(self.trace, self.hardware)
+        self.joined = last_of_forward(self.trace) if self.hardware.joins else -1
         actions = _actions(self.trace, self.plan)
         seconds = kernel_seconds(self.trace, self.plan)
         for boundary in range(len(self.trace.ops) + 1):
@@ -177,6 +138,8 @@ class Issuer:
                 self._act(kind, value, boundary)
             if boundary < len(seconds):
                 self._work(boundary, self.trace.ops[boundary].host_seconds, seconds[boundary])
+            if boundary == self.joined:
+                self._join()
 
     def _work(self, index: int, host_s: float, seconds: float, value: int = -1) -> None:
         # A CPU has one thread for both: the host goes on when the op is done.
@@ -236,6 +199,12 @@ class Issuer:
     def _wait(self, copy: Task, cause: Cause) -> None:
         self.compute = self._add(Task(Lane.COMPUTE, 0.0, (copy,), value=copy.value, cause=cause))
 
+    def _join(self) -> None:
+        # A lane ends with the newest of its copies.
+        newest = {task.lane: task for task in self.tasks if task.nbytes}
+        for task in newest.values():
+            self._wait(task, Cause.COPY_OUT)
+
     def _replay(self, value: int, boundary: int) -> None:
         decision = self.plan.decisions[value]
         if isinstance(decision, Recompute):
@@ -279,6 +248,15 @@ class Issuer:
     def _add(self, task: Task) -> Task:
         self.tasks.append(task)
         return task
+
+
+def last_of_forward(trace: Trace) -> int:
+    """Index of the last op of forward before the first of backward; -1 where either is lacking."""
+    phases = [op.phase for op in trace.ops]
+    if Phase.BACKWARD not in phases:
+        return -1
+    before = range(phases.index(Phase.BACKWARD))
+    return max((at for at in before if phases[at] is Phase.FORWARD), default=-1)
 
 
 def kernel_seconds(trace: Trace, plan: Plan) -> list[float]:

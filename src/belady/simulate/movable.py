@@ -15,7 +15,7 @@ from belady.ir.plan import Encode
 from belady.ir.replay import closure, seconds_of
 from belady.ir.residency import reload_end
 from belady.ir.trace import Tier, Trace, Value
-from belady.simulate.engine import routes
+from belady.simulate.routes import routes
 
 
 @dataclass(frozen=True, slots=True)
