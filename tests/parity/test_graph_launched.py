@@ -29,6 +29,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.trace import Phase, Tier, Trace
 from belady.measure import verification
+from belady.measure.unissued import Ask
 from belady.measure.verification import Verification
 from belady.simulate import simulate
 from belady.simulate.reassigned import reassigned
@@ -162,9 +163,10 @@ def test_any_plan_can_be_launched(
 
 
 def all_in_backward(
-    trace: Trace, hardware: HardwareProfile, plan: Plan, _boundaries: Sequence[int]
-) -> Plan:
-    """In place of `in_time`: no copy goes out before backward begins, where that is legal."""
+    trace: Trace, hardware: HardwareProfile, _boundaries: Sequence[int], ask: Ask
+) -> tuple[Plan, HardwareProfile]:
+    """In place of `for_launches`: no copy goes out before backward, where that is legal."""
+    plan, hardware = ask(hardware)
     begins = [op.phase for op in trace.ops].index(Phase.BACKWARD)
     for place, it in enumerate(plan.assignments):
         if isinstance(it.decision, Offload):
@@ -173,7 +175,7 @@ def all_in_backward(
             others = [*plan.assignments[:place], moved, *plan.assignments[place + 1 :]]
             plan = reassigned(trace, hardware, plan, others) or plan
             sent_late.append(plan.assignments[place] == moved)
-    return plan
+    return plan, hardware
 
 
 sent_late: list[bool] = []
@@ -185,7 +187,7 @@ def test_copies_may_go_out_in_backward(
     task: Task, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent_late.clear()
-    monkeypatch.setattr(verification, "in_time", all_in_backward)
+    monkeypatch.setattr(verification, "for_launches", all_in_backward)
     made = train(task, step, "vdnn_all", monkeypatch)
     assert made[0].launched >= 6
     assert sum(sent_late) >= 3

@@ -12,13 +12,13 @@ from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Phase, Trace
 from belady.simulate import simulate
-from belady.simulate.engine import iteration_seconds, last_of_forward
+from belady.simulate.engine import iteration_seconds, kernel_seconds, last_of_forward
 from belady.simulate.reassigned import reassigned
 
 # Asks for a plan, and the machine with the margin that suits it.
 Ask = Callable[[HardwareProfile], tuple[Plan, HardwareProfile]]
-# Part of an iteration that is not worth another plan.
-_NOTHING = 0.002
+# Part of an iteration that copies which go out in backward have to gain.
+_WORTH = 0.01
 
 
 def unissued(trace: Trace) -> Trace:
@@ -43,10 +43,10 @@ def launching(hardware: HardwareProfile, beside_bytes: int) -> HardwareProfile:
 def for_launches(
     trace: Trace, hardware: HardwareProfile, boundaries: Sequence[int], ask: Ask
 ) -> tuple[Plan, HardwareProfile]:
-    """The plan that is faster on a machine that joins copies, and what it was made for.
+    """A plan for a machine that joins copies, and the machine that it was made for.
 
-    Of a plan that was made as if nothing waited, copies that outlast forward may go out in backward
-    as well. Where that loses time, a plan that was made with the wait may lose less: it replays.
+    One that was made without the wait sends more, and has what outlasts forward go out in backward.
+    Where it is hardly faster, less that is sent is less that can be late.
 
     Parameters
     ----------
@@ -55,15 +55,14 @@ def for_launches(
     ask
         Gives a plan for a machine, and the machine with the margin that suits the plan.
     """
-    found = list[tuple[Plan, HardwareProfile]]()
-    for joins in (False, True):
-        plan, suits = ask(replace(hardware, joins=joins))
-        suits = replace(suits, joins=hardware.joins)
-        made = in_time(trace, suits, plan, boundaries)
-        found.append((made, suits))
-        if made.predicted_seconds <= (1 + _NOTHING) * plan.predicted_seconds:
-            break
-    return min(found, key=lambda it: it[0].predicted_seconds)
+    plan, suits = ask(replace(hardware, joins=True))
+    enough = (1 - _WORTH) * plan.predicted_seconds
+    if enough < sum(kernel_seconds(trace, plan)):
+        return plan, suits
+    sending, machine = ask(replace(hardware, joins=False))
+    machine = replace(machine, joins=True)
+    sending = in_time(trace, machine, sending, boundaries)
+    return (sending, machine) if sending.predicted_seconds < enough else (plan, suits)
 
 
 def in_time(trace: Trace, hardware: HardwareProfile, plan: Plan, boundaries: Sequence[int]) -> Plan:

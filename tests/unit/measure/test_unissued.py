@@ -13,7 +13,8 @@ from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.timeline import Lane, Span, Timeline
 from belady.ir.trace import Phase, Tier, Trace
-from belady.measure.unissued import in_time, unissued
+from belady.measure.unissued import for_launches, in_time, unissued
+from belady.planners import plan as make_plan
 from belady.simulate import simulate
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import machine as drawn
@@ -147,3 +148,47 @@ def test_without_a_backward_there_is_nothing_to_do() -> None:
     forward = replace(trace, ops=tuple(it for it in trace.ops if it.phase is Phase.FORWARD))
     plan = Plan(forward.fingerprint, "test", Budget(1 << 30), ())
     assert in_time(forward, machine(3e9), plan, []).assignments == ()
+
+
+@pytest.mark.parametrize(
+    ("joined", "sending", "asked", "wins"),
+    [(1.0, 0.9, [True], True), (1.5, 1.0, [True, False], False), (1.5, 1.49, [True, False], True)],
+)
+def test_a_plan_that_sends_late_has_to_gain(
+    joined: float, sending: float, asked: list[bool], wins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds are those of plans, in multiples of all kernels."""
+    trace, machines = network(), list[HardwareProfile]()
+    kernels = sum(op.device_seconds for op in trace.ops)
+
+    def ask(hardware: HardwareProfile) -> tuple[Plan, HardwareProfile]:
+        machines.append(hardware)
+        seconds = kernels * (joined if hardware.joins else sending)
+        plan = Plan(trace.fingerprint, str(hardware.joins), Budget(1 << 30), ())
+        return replace(plan, predicted_seconds=seconds), replace(hardware, name="as planned")
+
+    monkeypatch.setattr(
+        "belady.measure.unissued.in_time", lambda trace, hardware, plan, seams: plan
+    )
+    plan, hardware = for_launches(trace, machine(3e9), EVERYWHERE, ask)
+    assert [it.joins for it in machines] == asked
+    assert (plan.planner, hardware.name) == (str(wins), "as planned")
+    assert hardware.joins
+
+
+def test_a_search_that_knows_of_the_wait_loses_little_to_it() -> None:
+    # Every other op is as cheap to run again as a norm.
+    specs = [
+        OpSpec(nbytes=MIB, device_us=100 if at % 2 else 10, replayable=True) for at in range(LAYERS)
+    ]
+    trace, hardware = unissued(build_trace(specs, input_held=False)), machine(6e9)
+    keeping = Plan(trace.fingerprint, "keep", Budget(1 << 30), ())
+    budget = Budget(simulate(trace, hardware, keeping).peak(Tier.DEVICE) * 5 // 8)
+
+    def planned(it: HardwareProfile) -> Plan:
+        return make_plan("hybrid", trace, it, budget)
+
+    knowing, unknowing = planned(hardware), planned(replace(hardware, joins=False))
+    assert launched(trace, hardware, knowing) == knowing.predicted_seconds
+    late = in_time(trace, hardware, unknowing, EVERYWHERE)
+    assert knowing.predicted_seconds < late.predicted_seconds < launched(trace, hardware, unknowing)
