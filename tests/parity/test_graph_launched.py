@@ -31,6 +31,7 @@ from belady.ir.trace import Phase, Tier, Trace
 from belady.measure import verification
 from belady.measure.unissued import Ask
 from belady.measure.verification import Verification
+from belady.memory.launches import Launches
 from belady.simulate import simulate
 from belady.simulate.reassigned import reassigned
 from tests.parity.racing import random_plan
@@ -634,6 +635,41 @@ def test_a_gpu_has_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pool in pools()
         look(training)
         assert pool not in pools()
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_its_memory_back_at_once_when_a_capture_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes next needs it, and no collection of garbage may come before."""
+    monkeypatch.setattr(launching, "_GAINS", -100.0)
+    capture, captured = Launches.capture, Launching._captured
+    tried: list[tuple[int, int]] = []
+    left: list[set[tuple[int, int]]] = []
+
+    def fail(self: Launches, issue: Any) -> Any:
+        tried.append(self._pool)
+        if len(tried) % 2:
+            return capture(self, issue)
+        return capture(self, lambda: (issue(), torch.empty(1 << 50, device="cuda")))
+
+    def look_after(self: Launching, *given: Any) -> Launched | None:
+        made = captured(self, *given)
+        left.append(pools())
+        return made
+
+    monkeypatch.setattr(Launches, "capture", fail)
+    monkeypatch.setattr(Launching, "_captured", look_after)
+    training = Training(CNN, "cuda")
+    gc.disable()
+    try:
+        with belady.virtualize(training.models, "8GiB", policy="vdnn_all", engine="graph"):
+            training.run(plain, ITERATIONS)
+    finally:
+        gc.enable()
+    # Forward and backward, and both once more in less.
+    assert len(tried) == 4
+    assert [it & {*tried} for it in left] == [set(), set()]
 
 
 def pools() -> set[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -253,6 +254,8 @@ class Launching:
             launched.close()
             launched = None
         if launched is None:
+            # Frames of what failed may be in cycles; the pool stays as long as one of them does.
+            gc.collect()
             launches.forget()
             self._issue_again(kind)
         return launched

@@ -21,15 +21,25 @@ def in_backward(device: torch.device, call: Callable[[], T]) -> T:
     Exceptions come out as they are. No dispatch mode of the caller sees the call.
     """
     made: list[T] = []
+    raised: list[BaseException] = []
+
+    def note() -> None:
+        try:
+            made.append(call())
+        except BaseException as error:
+            # Autograd's thread would hold on to it, and to all that its frames hold, for a while.
+            raised.append(error)
+
     with (
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autograd.set_detect_anomaly(False),  # an exception is an answer, and no anomaly
     ):
         one = torch.ones((), device=device, requires_grad=True)
-        result = _Call.apply(one, lambda: made.append(call()))  # type: ignore[no-untyped-call]
+        result = _Call.apply(one, note)  # type: ignore[no-untyped-call]
         result.backward()
+    if raised:
+        raise raised.pop()
     return made[0]
 
 

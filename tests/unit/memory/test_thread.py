@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -33,6 +36,25 @@ def test_its_errors_are_the_callers() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         in_backward(CPU, scarce)
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_an_error_holds_goes_with_it(device: Any) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        tensor = torch.ones(3)
+        held.append(weakref.ref(tensor))
+        raise RuntimeError(f"no room for {tensor.shape}")
+
+    gc.disable()
+    try:
+        for _ in range(20):
+            with contextlib.suppress(RuntimeError):
+                in_backward(torch.device(device), fail)
+            assert held.pop()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_is_no_anomaly() -> None:
