@@ -13,6 +13,8 @@ OURS = "belady:"
 # What a method of ours begins with, and the engine that carries its policy out.
 ENGINES = {OURS: "eager", "belady-graph:": "graph", "belady-inductor:": "inductor"}
 OWN = tuple(ENGINES)
+# What the name of a peer ends with that is launched as CUDA graphs.
+LAUNCHED = "+graphs"
 # Not a method: what no plan of belady's can beat, by `belady.simulate.bound`.
 BOUND = "bound"
 # Group of the records that no device measured.

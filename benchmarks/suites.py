@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from benchmarks.cases import BOUND, OURS, OWN, Case
+from benchmarks.cases import BOUND, LAUNCHED, OURS, OWN, Case
 from benchmarks.founders.claims import AVERAGE_BATCH, AVERAGE_LESS
 
 NETS = ("alexnet", "googlenet", "resnet50", "vgg19")
@@ -32,7 +32,7 @@ PEER_NAMES = (
     "torchtune",
     "deepspeed",
     *_COMPILERS,
-    *(f"{name}+graphs" for name in _COMPILERS),
+    *(name + LAUNCHED for name in _COMPILERS),
 )
 FRONTIER = "frontier"
 # Steps of ours before results are compared with plain's: observed, verified, and by the plan.
@@ -42,7 +42,7 @@ _ANYWHERE = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
 _COMPILED = ("inductor-0.7", "inductor-0.5", "inductor-0.25")
 _CHECKPOINTED = "inductor+checkpoint"
 # Of those launched as CUDA graphs the fastest, a budget, and what needs least.
-_LAUNCHED = ("inductor+graphs", "inductor-0.5+graphs", f"{_CHECKPOINTED}+graphs")
+_LAUNCHED = tuple(name + LAUNCHED for name in ("inductor", "inductor-0.5", _CHECKPOINTED))
 # Workload, precision, and the batch where it is not the workload's own.
 _FRONTIERS = (
     ("alexnet", "tf32", None),

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch._functorch.config
 
+from benchmarks.cases import LAUNCHED
 from benchmarks.peers.base import Applied, Peer, blocks_wrapped, missing, needs_blocks, needs_cuda
 from benchmarks.peers.checkpoint import checkpointed
 from benchmarks.workloads import Workload
@@ -65,7 +66,7 @@ def _checkpointed(work: Workload, graphs: bool = False) -> Iterator[Applied]:
 def _launched(peer: Peer) -> Peer:
     """The same in CUDA graphs, which need a GPU."""
     return Peer(
-        f"{peer.name}+graphs",
+        peer.name + LAUNCHED,
         f"{peer.source}, mode={_GRAPHS}",
         lambda work: needs_cuda(work) or peer.available(work),
         partial(peer.applied, graphs=True),

@@ -94,6 +94,12 @@ def test_what_flushed_is_marked_and_judged_by_nobody() -> None:
     assert _verdicts([{**peer, **flushed}, again]) == ["not judged"]
 
 
+def test_what_torch_does_not_count_is_not_told() -> None:
+    found = table([record("inductor", 5, 0.1), record("inductor+graphs", 7, 0.1)])
+    assert "| inductor | 5.00 | 100.0 |  |  | 5.00 |" in found
+    assert "| inductor+graphs | 7.00 | 100.0 |  |  |  |" in found
+
+
 def test_a_row_has_the_bound_in_its_own_cap() -> None:
     none = {"outcome": "ok", "method": "bound"}
     bounds = [
