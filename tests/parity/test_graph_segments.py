@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import belady
 import tests.parity.graphs as graphs
-from belady.graph import inductor, program
+from belady.graph import inductor, orders, program
 from belady.graph.ops import is_fused
 from belady.graph.orders import Act, orders_of
 from belady.ir.curves import curve
@@ -235,25 +235,27 @@ def test_memory_is_scarce_near_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -
     (drawn,), plan = host.drawn, host.plans[0]
     held = curve(drawn.trace, plan, Allocator(1, 0.0, 0))
     largest = max(it.nbytes for it in drawn.trace.storages if not it.persistent)
+    beyond = orders._BEYOND * largest
     assert min(held) < max(held) - 2 * largest
 
     def scarce(peak: int, budget: int = 1) -> list[int]:
         whole = replace(plan, predicted_peak_bytes=peak, budget=Budget(budget))
-        (orders,) = orders_of(drawn, whole)
+        (found,) = orders_of(drawn, whole)
         return [
             start + op
-            for start, ops in zip(drawn.starts, orders.scarce, strict=True)
+            for start, ops in zip(drawn.starts, found.scarce, strict=True)
             for op in sorted(ops)
         ]
 
-    near = scarce(max(held))
+    peak = max(held) - 2 * largest + beyond
+    near = scarce(peak)
     assert held.index(max(held)) in near
     assert held.index(min(held)) not in near
-    assert scarce(max(held) + 2 * largest) == []
+    assert scarce(max(held) + beyond) == []
     assert scarce(0) == [*range(len(held))]
     # Of a budget that is far above the peak there is enough.
-    assert scarce(max(held), 10 * max(held)) == []
-    assert scarce(max(held), int(1.2 * max(held))) == near
+    assert scarce(0, 10 * (max(held) + beyond)) == []
+    assert scarce(0, int(peak / orders._FILLED) + 1) == near
 
 
 def test_boundaries_are_passed_where_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
