@@ -303,6 +303,24 @@ def test_what_cannot_be_captured_goes_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [it.launched for it in made] == [0]
 
 
+def test_what_may_still_change_is_not_called_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for that measures, and another plan takes seconds to compile."""
+    phases: list[str] = []
+    launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
+
+    def refuse(self: Rerun, issue: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Rerun, "capture", refuse)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
+        vm.listeners.append(lambda stats: phases.append(stats.phase))
+        training.run(plain, range(FIRST, FIRST + 20))
+    first = phases.index("steady")
+    assert {*phases[first:]} == {"steady"}
+    # It is tried twice.
+    assert phases[:first].count("verified") > 4
+
+
 def test_a_capture_that_fails_half_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No garbage is left for a collection: it would have the memory that the iteration needs."""
     capture, init = Rerun.capture, Launched.__init__

@@ -46,6 +46,12 @@ class Prospect:
     between_bytes: int = 0
     lacking_bytes: int | None = None
 
+    @property
+    def open(self) -> bool:
+        """Whether another plan, or another way, may follow the next iteration."""
+        ended = self.way is Way.ISSUED and self.instead is None
+        return not ended and self.way is not Way.LAUNCHED
+
     def lacks(self, nbytes: int) -> None:
         """Have a plan be asked for with so much more room, once: after the first capture."""
         if self.lacking_bytes is None:
