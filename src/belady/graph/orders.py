@@ -34,8 +34,8 @@ class Act(IntEnum):
     BRING = 3
 
 
-# What kernels of a long run may hold beyond its ops in the order of the trace, in largest values. With
-# two of them ResNet-50 ran out of memory within 4.5 GiB of an H200, in a run farther from the peak.
+# What kernels of a long run may hold beyond its ops in the order of the trace, in largest values.
+# With 2 ResNet-50 ran out of memory within 4.5 GiB of an H200, in a run farther from the peak.
 _BEYOND = 4
 # Of a budget that is used: what margins leave of it.
 _FILLED = 0.7
