@@ -79,7 +79,7 @@ def in_time(trace: Trace, hardware: HardwareProfile, plan: Plan, boundaries: Seq
     boundaries
         Where they should be issued.
     """
-    best = replace(plan, predicted_seconds=iteration_seconds(trace, hardware, plan))
+    plan = best = replace(plan, predicted_seconds=iteration_seconds(trace, hardware, plan))
     if last_of_forward(trace) < 0:
         return best
     begins = next(at for at, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD)

@@ -125,21 +125,26 @@ class Issuer:
     copies: dict[int, list[Task]] = field(default_factory=dict)  # by value, in order of issue
     known_routes: dict[Tier, tuple[list[tuple[Lane, Link]], ...]] = field(default_factory=dict)
     hook_s: float = 0.0
-    joined: int = -1  # op after which compute waits for all copies
+    joined: int = 0  # boundary at which compute waits for all copies; 0: none
 
     def issue(self) -> None:
         """Issue all of them."""
         self.hook_s = hook_seconds(self.trace, self.hardware)
-        self.joined = last_of_forward(self.trace) if self.hardware.joins else -1
+        self.joined = last_of_forward(self.trace) + 1 if self.hardware.joins else 0
         actions = _actions(self.trace, self.plan)
         seconds = kernel_seconds(self.trace, self.plan)
         for boundary in range(len(self.trace.ops) + 1):
+            joins = 0 < boundary == self.joined
+            # What is due where the user's code runs is issued when the part before ends.
+            within = joins and self.trace.ops[boundary].phase is Phase.LOSS
+            if joins and not within:
+                self._join()
             for kind, value in actions.get(boundary, ()):
                 self._act(kind, value, boundary)
+            if within:
+                self._join()
             if boundary < len(seconds):
                 self._work(boundary, self.trace.ops[boundary].host_seconds, seconds[boundary])
-            if boundary == self.joined:
-                self._join()
 
     def _work(self, index: int, host_s: float, seconds: float, value: int = -1) -> None:
         # A CPU has one thread for both: the host goes on when the op is done.
@@ -201,9 +206,10 @@ class Issuer:
 
     def _join(self) -> None:
         # A lane ends with the newest of its copies.
-        newest = {task.lane: task for task in self.tasks if task.nbytes}
-        for task in newest.values():
-            self._wait(task, Cause.COPY_OUT)
+        newest = {task.lane: task for task in self.tasks if task.link is not None}
+        for lane, task in newest.items():
+            back = lane in (Lane.COPY_IN, Lane.DISK_READ)
+            self._wait(task, Cause.COPY_IN if back else Cause.COPY_OUT)
 
     def _replay(self, value: int, boundary: int) -> None:
         decision = self.plan.decisions[value]

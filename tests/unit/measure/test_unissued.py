@@ -16,6 +16,7 @@ from belady.ir.trace import Phase, Tier, Trace
 from belady.measure.unissued import for_launches, in_time, unissued
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
+from belady.simulate.engine import last_of_forward
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import machine as drawn
 
@@ -131,6 +132,42 @@ def test_a_launch_ends_with_its_copies() -> None:
         before, took = issued(trace, hardware, plan).seconds, launched(trace, hardware, plan)
         assert (took > 1.05 * before) == waits
         assert waits or took == pytest.approx(before)
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_what_is_sent_where_forward_ends_is_waited_for_where_that_is_forwards(loss: bool) -> None:
+    """An engine does what is due where the loss begins when forward ends, and not in backward."""
+    specs = [OpSpec(nbytes=MIB, device_us=100) for _ in range(LAYERS)]
+    trace = unissued(build_trace(specs, every_boundary=True, input_held=False, loss=loss))
+    hardware, last = machine(3e9), last_of_forward(trace)
+    (index,) = (it for it in trace.saved if trace.values[it].producer == 2)
+    read = trace.values[index].first_read
+    assert read is not None
+
+    def waits(after: int) -> bool:
+        move = Offload(Tier.HOST, after, begins(trace) + 5, read - 1, read)
+        plan = Plan(trace.fingerprint, "test", Budget(1 << 40), (Assignment(index, move),))
+        return launched(trace, hardware, plan) > issued(trace, hardware, plan).seconds
+
+    assert waits(last - 1)
+    assert waits(last) == loss
+    assert not waits(begins(trace))
+
+
+def test_what_cannot_go_later_has_the_seconds_that_it_takes() -> None:
+    """One copy is half done when forward ends; the other one is in backward as it is."""
+    specs = [OpSpec(nbytes=MIB, device_us=100) for _ in range(8)]
+    trace = unissued(build_trace(specs, every_boundary=True, input_held=False))
+    hardware, found = machine(6e9), list[Assignment]()
+    for index, out in ((1, 6), (0, 7)):
+        read = trace.values[index].first_read
+        assert read is not None
+        move = Offload(Tier.HOST, out, read - 2, read - 1, read)
+        found.append(Assignment(index, move))
+    plan = Plan(trace.fingerprint, "test", Budget(1 << 40), tuple(found))
+    plan = replace(plan, predicted_seconds=issued(trace, hardware, plan).seconds)
+    later = in_time(trace, hardware, plan, range(17))
+    assert later.predicted_seconds == launched(trace, hardware, later) > plan.predicted_seconds
 
 
 def test_what_has_gone_by_then_stays() -> None:
