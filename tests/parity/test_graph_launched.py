@@ -659,7 +659,7 @@ def test_a_gpu_has_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_has_its_memory_back_at_once_when_a_capture_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What comes next needs it, and no collection of garbage may come before."""
+    """What comes next needs it, and garbage may be collected long after."""
     monkeypatch.setattr(launching, "_GAINS", -100.0)
     capture, captured = Launches.capture, Launching._captured
     tried: list[tuple[int, int]] = []
