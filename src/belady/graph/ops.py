@@ -44,8 +44,8 @@ _UNTAGGED = frozenset(
         "masked_fill", "mish_backward", "softplus_backward",
     }
 )  # fmt: skip
-# Ours, each of one element: where maxima of pooling were (`belady.graph.pools`).
-POOLED = frozenset({"belady.in_window.default", "belady.in_image.default"})
+# Ours, of which a compiler makes kernels (`belady.graph.pools`).
+POOLED = frozenset({"belady.max_pool.default", "belady.max_pool_backward.default"})
 _NORMS = re.compile(r"^_?native_(batch|layer|group)_norm\w*$(?<!_backward)")
 _SAME_AGAIN = frozenset(f"aten.{w if '.' in w else w + '.default'}" for w in _WORDS.split())
 _REPEATABLE = (REPLAYABLE - IN_PLACE) | _SAME_AGAIN | POOLED
@@ -74,8 +74,6 @@ def fusion_of(name: str) -> Fusion:
     """With which neighbours a compiler surely makes one kernel of an op with this name."""
     if not is_fused(name):
         return Fusion.NONE
-    if name in POOLED:
-        return Fusion.AROUND
     packet, _, overload = name.removeprefix("aten.").partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     if is_pointwise(op):

@@ -1,4 +1,4 @@
-"""Where the maxima of pooling were: a byte for each, counted within its window.
+"""Max pooling that saves a byte for each maximum, counted within its window, and reads that.
 
 torch saves for each maximum the place in the whole image, in eight bytes: four times what the
 maximum itself takes in half precision. Inductor counts within windows where it compiles a whole
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,36 +18,29 @@ from torch import Tensor, fx
 
 from belady.graph.doors import fake_value
 from belady.graph.ops import POOLED
+from belady.graph.windows import Pair, lies_last, most_over, pooled, pooled_backward
 
 _aten = torch.ops.aten
 _POOL = _aten.max_pool2d_with_indices.default
 _BACKWARD = _aten.max_pool2d_with_indices_backward.default
-_MOST = torch.iinfo(torch.int8).max + 1
-# Elements that are counted otherwise at once, op by op: the rest waits, so little is held.
+# Windows of more places, and elements in more windows, would make long kernels.
+_MOST = 25
+# Elements that torch's own kernels pool at once: the rest waits, so little is held.
 _PIECE = 1 << 22
 
-# Rows and columns.
-Pair = Sequence[int]
 
-
-def in_window(
-    index: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, width: int
+def _in_window(
+    index: Tensor, width: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Tensor:
-    """Places within windows, of places in images of ``width`` columns.
-
-    Parameters
-    ----------
-    index
-        (samples, channels, rows, columns), int64, as max pooling gives it.
-    """
+    """Places within windows, of places in images of ``width`` columns."""
     row = index // width
     rows, columns = _corners(index, stride, padding)
     below, beside = row - rows, index - row * width - columns
     return (below // dilation[0] * kernel[1] + beside // dilation[1]).to(torch.int8)
 
 
-def in_image(
-    place: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, width: int
+def _in_image(
+    place: Tensor, width: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Tensor:
     """Places in images of ``width`` columns, of places within windows: int64."""
     whole = place.to(torch.int64)
@@ -65,45 +58,81 @@ def _corners(like: Tensor, stride: Pair, padding: Pair) -> tuple[Tensor, Tensor]
     return rows.unsqueeze(-1), columns
 
 
-def _piecewise(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
-    """``function`` op by op, of some samples at a time."""
-
-    def run(whole: Tensor, *numbers: Any) -> Tensor:
-        made = torch.empty_like(whole, dtype=dtype)
-        samples = max(1, _PIECE // max(1, whole[:1].numel()))
-        for part, of in zip(torch.split(made, samples), torch.split(whole, samples), strict=True):
-            part.copy_(function(of, *numbers))
-        return made
-
-    return run
+def _pooled_again(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+    """`pooled` by torch's own kernels, of some samples at a time."""
+    made, places = _like_pooled(x, *numbers)
+    parts = zip(*(_pieces(it, x) for it in (x, made, places)), strict=True)
+    for part, maxima, place in parts:
+        found, index = _POOL(part, *numbers)
+        maxima.copy_(found)
+        place.copy_(_in_window(index, x.shape[-1], *numbers[:4]))
+    return made, places
 
 
-_NUMBERS = "int[] kernel, int[] stride, int[] padding, int[] dilation, int width"
-_PLACES: tuple[tuple[str, Callable[..., Tensor], torch.dtype], ...] = (
-    ("in_window", in_window, torch.int8),
-    ("in_image", in_image, torch.int64),
-)
+def _pooled_backward_again(grad: Tensor, place: Tensor, *given: Any) -> Tensor:
+    """`pooled_backward` by torch's own kernels, of some samples at a time."""
+    *numbers, ceil_mode, size = given
+    made = _like_image(grad, place, *given)
+    parts = zip(*(_pieces(it, made) for it in (grad, place, made)), strict=True)
+    for part, where, result in parts:
+        index = _in_image(where, size[-1], *numbers)
+        # Of what was pooled only the shape is asked.
+        result.copy_(_BACKWARD(part, result, *numbers, ceil_mode, index))
+    return made
+
+
+def _pieces(tensor: Tensor, of: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor, max(1, _PIECE // max(1, of[:1].numel())))
+
+
+def _like_pooled(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    made, _ = _POOL(like, *numbers)
+    there = torch.empty_strided(made.shape, made.stride(), dtype=x.dtype, device=x.device)
+    return there, torch.empty_like(there, dtype=torch.int8)
+
+
+def _like_image(grad: Tensor, place: Tensor, *given: Any) -> Tensor:
+    layout = torch.channels_last if lies_last(place) else torch.contiguous_format
+    shape = *grad.shape[:2], *given[-1]
+    return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=layout)
+
+
+_NUMBERS = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 # What a compiler gets in the place of the operators.
-COMPILED: dict[Any, Callable[..., Tensor]] = {}
-for _name, _function, _dtype in _PLACES:
-    torch.library.define(f"belady::{_name}", f"(Tensor places, {_NUMBERS}) -> Tensor")
-    torch.library.impl(f"belady::{_name}", "default", _piecewise(_function, _dtype))
-    torch.library.register_fake(
-        f"belady::{_name}", lambda whole, *_, dtype=_dtype: torch.empty_like(whole, dtype=dtype)
-    )
+COMPILED: dict[Any, Callable[..., Any]] = {}
+for _name, _schema, _run, _fake, _function in (
+    (
+        "max_pool",
+        f"(Tensor x, {_NUMBERS}) -> (Tensor, Tensor)",
+        _pooled_again,
+        _like_pooled,
+        pooled,
+    ),
+    (
+        "max_pool_backward",
+        f"(Tensor grad, Tensor place, {_NUMBERS}, int[] size) -> Tensor",
+        _pooled_backward_again,
+        _like_image,
+        pooled_backward,
+    ),
+):
+    torch.library.define(f"belady::{_name}", _schema)
+    torch.library.impl(f"belady::{_name}", "default", _run)
+    torch.library.register_fake(f"belady::{_name}", _fake)
     COMPILED[getattr(torch.ops.belady, _name).default] = _function
-IN_WINDOW, IN_IMAGE = COMPILED
+MAX_POOL, MAX_POOL_BACKWARD = COMPILED
 assert {str(target) for target in COMPILED} == POOLED
 
 
 def count_in_windows(joint: fx.GraphModule) -> None:
-    """Have backward read where maxima were within their windows, with the same bits.
+    """Have pooling save a byte for each maximum, and backward read that: with the same maxima.
 
     Parameters
     ----------
     joint
-        A joint graph. It is changed: of pooling of images in batches whose windows have no more
-        places than a byte counts, and of which only backward asks where maxima were.
+        A joint graph. It is changed: of pooling of images in batches in small windows, of which
+        only backward asks where maxima were.
     """
     found = [
         (pool, part)
@@ -119,7 +148,11 @@ def count_in_windows(joint: fx.GraphModule) -> None:
 
 
 def _is_small(pool: fx.Node) -> bool:
-    return fake_value(pool.args[0]).dim() == 4 and math.prod(_numbers(pool)[0]) <= _MOST  # type: ignore[arg-type]
+    kernel, stride, _, dilation = _numbers(pool)
+    over = math.prod(map(most_over, kernel, stride, dilation))
+    x = fake_value(pool.args[0])  # type: ignore[arg-type]
+    dense = x.is_contiguous() or lies_last(x)
+    return dense and x.dim() == 4 and max(math.prod(kernel), over) <= _MOST
 
 
 def _numbers(pool: fx.Node) -> tuple[Pair, Pair, Pair, Pair]:
@@ -131,19 +164,14 @@ def _numbers(pool: fx.Node) -> tuple[Pair, Pair, Pair, Pair]:
 
 
 def _rewrite(pool: fx.Node, index: fx.Node) -> None:
-    numbers = (*_numbers(pool), fake_value(pool.args[0]).shape[-1])  # type: ignore[arg-type]
-    readers = [*index.users]
-    with index.graph.inserting_after(index):
-        place = _call(IN_WINDOW, (index, *numbers), index)
+    x, numbers = pool.args[0], (*_numbers(pool), bool(pool.args[5:] and pool.args[5]))
+    assert isinstance(x, fx.Node)
+    size, readers = [*fake_value(x).shape[-2:]], [*index.users]
+    pool.target, pool.args = MAX_POOL, (x, *numbers)
+    pool.meta["val"] = MAX_POOL(fake_value(x), *numbers)
+    _, index.meta["val"] = pool.meta["val"]
     for reader in readers:
-        with index.graph.inserting_before(reader):
-            again = _call(IN_IMAGE, (place, *numbers), reader)
-        reader.replace_input_with(index, again)
-
-
-def _call(target: Any, args: tuple[Any, ...], beside: fx.Node) -> fx.Node:
-    node = args[0].graph.call_function(target, args)
-    assert isinstance(node, fx.Node)
-    node.meta = {**beside.meta, "val": target(fake_value(args[0]), *args[1:])}
-    node.meta.pop("tensor_meta", None)
-    return node
+        reader.target = MAX_POOL_BACKWARD
+        reader.args = (reader.args[0], index, *numbers, size)
+    for node in (pool, index, *readers):
+        node.meta.pop("tensor_meta", None)

@@ -39,7 +39,7 @@ _ALONG = _names("_softmax _log_softmax _safe_softmax native_layer_norm _fused_rm
 _ROW_BY_ROW = _names(
     "convolution cudnn_convolution mkldnn_convolution slow_conv2d_forward",
     "addmm mm linear bmm baddbmm embedding native_group_norm",
-    "max_pool2d_with_indices in_window max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d",
+    "max_pool2d_with_indices max_pool max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d",
     "adaptive_max_pool2d adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d",
     "upsample_nearest1d upsample_nearest2d upsample_bilinear2d pixel_shuffle pixel_unshuffle",
 )

@@ -24,6 +24,7 @@ from belady.ir.ops import Fusion
         ("aten.mm.default", Fusion.NONE),
         ("aten.sum.dim_IntList", Fusion.NONE),
         ("aten.max_pool2d_with_indices.default", Fusion.NONE),
+        ("belady.max_pool.default", Fusion.NONE),
         ("aten.none_such.default", Fusion.NONE),
         ("another.relu.default", Fusion.NONE),
         ("outside", Fusion.NONE),

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch._inductor import config
 
 import belady
-from belady.graph import capture, pools
+from belady.graph import capture, pools, windows
 from belady.ir.trace import Trace
 from tests.parity.racing import random_plan
 from tests.unit.graph.test_channels import trained
@@ -28,7 +28,8 @@ ASKED: list[dict[str, Any]] = [
     {"kernel_size": 3, "stride": 2, "ceil_mode": True},
     {"kernel_size": (2, 3), "stride": (3, 1), "padding": (1, 0), "dilation": (1, 2)},
     {"kernel_size": 2, "dilation": 3},
-    {"kernel_size": (9, 11), "padding": (4, 5)},
+    {"kernel_size": 1, "stride": 2},
+    {"kernel_size": (5, 4), "stride": (2, 3), "padding": (2, 1), "ceil_mode": True},
 ]
 
 
@@ -45,7 +46,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
 
     def count(joint: fx.GraphModule) -> None:
         pools.count_in_windows(joint)
-        if joint.graph.find_nodes(op="call_function", target=pools.IN_WINDOW):
+        if joint.graph.find_nodes(op="call_function", target=pools.MAX_POOL):
             found.append(joint)
 
     monkeypatch.setattr(capture, "count_in_windows", count)
@@ -56,34 +57,46 @@ def pair(value: Any) -> list[int]:
     return [value, value] if isinstance(value, int) else [*value]
 
 
+def numbers_of(asked: dict[str, Any]) -> tuple[list[int], list[int], list[int], list[int], bool]:
+    kernel = pair(asked["kernel_size"])
+    stride, padding = pair(asked.get("stride", kernel)), pair(asked.get("padding", 0))
+    return kernel, stride, padding, pair(asked.get("dilation", 1)), asked.get("ceil_mode", False)
+
+
+def images(device: str, *, last: bool) -> Tensor:
+    """With values that are alike, least ones wherever a window lies, and some that are none."""
+    torch.manual_seed(0)
+    x = torch.randint(-2, 3, (BATCH, CHANNELS, SIDE, SIDE), device=device).float()
+    x[0], x[1, 0, ::3, ::4], x[2, 1, :, :5] = -torch.inf, torch.nan, torch.inf
+    return x.to(memory_format=torch.channels_last) if last else x
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("asked", ASKED, ids=str)
-def test_places_come_back(
+def test_maxima_and_gradients_have_the_bits_of_torch(
     asked: dict[str, Any], last: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = torch.channels_last if last else torch.contiguous_format
-    x = torch.randn(BATCH, CHANNELS, SIDE, SIDE, device=device).to(memory_format=layout)
-    _, index = F.max_pool2d(x, **asked, return_indices=True)
-    kernel = pair(asked["kernel_size"])
-    numbers = (
-        kernel,
-        pair(asked.get("stride", kernel)),
-        pair(asked.get("padding", 0)),
-        pair(asked.get("dilation", 1)),
-        SIDE,
-    )
-    # A sample at a time, and all at once.
-    for piece in (1, 1 << 20):
+    numbers, x = numbers_of(asked), images(device, last=last)
+    aten = torch.ops.aten
+    expected, index = aten.max_pool2d_with_indices.default(x, *numbers)
+    grad = torch.randn_like(expected)
+    wanted = aten.max_pool2d_with_indices_backward.default(grad, x, *numbers, index)
+    # By torch's kernels a sample at a time and all at once; and what a compiler gets.
+    for piece, forward, backward in (
+        (1, pools.MAX_POOL, pools.MAX_POOL_BACKWARD),
+        (1 << 20, pools.MAX_POOL, pools.MAX_POOL_BACKWARD),
+        (0, windows.pooled, windows.pooled_backward),
+    ):
         monkeypatch.setattr(pools, "_PIECE", piece)
-        place = pools.IN_WINDOW(index, *numbers)
+        maxima, place = forward(x, *numbers)
         assert place.dtype is torch.int8
-        assert place.stride() == index.stride()
-        assert torch.equal(place, pools.in_window(index, *numbers))
-        again = pools.IN_IMAGE(place, *numbers)
-        assert again.stride() == index.stride()
-        assert torch.equal(again, index)
-        assert torch.equal(again, pools.in_image(place, *numbers))
+        assert maxima.stride() == place.stride() == expected.stride()
+        assert torch.equal(maxima.nan_to_num(9), expected.nan_to_num(9))
+        again = backward(grad, place, *numbers, [SIDE, SIDE])
+        assert again.stride() == wanted.stride()
+        assert torch.equal(again, wanted)
+        assert torch.equal(place, pools.MAX_POOL(x, *numbers)[1])
 
 
 class Pooled(nn.Module):
@@ -120,12 +133,8 @@ def test_gradients_are_those_of_plain(
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     (joint,) = counted
     # A byte for each maximum crosses from forward to backward, not eight.
-    backward = torch.ops.aten.max_pool2d_with_indices_backward.default
-    readers = joint.graph.find_nodes(op="call_function", target=backward)
-    assert len(readers) == 2
-    for reader in readers:
-        again = reader.args[-1]
-        assert (again.target, again.args[0].target) == (pools.IN_IMAGE, pools.IN_WINDOW)
+    readers = joint.graph.find_nodes(op="call_function", target=pools.MAX_POOL_BACKWARD)
+    assert [reader.args[1].meta["val"].dtype for reader in readers] == [torch.int8] * 2
     names = {op.name for op in traces[0].ops}
     assert names >= pools.POOLED
 
@@ -163,10 +172,10 @@ class Single(nn.Module):
 
 
 class Wide(nn.Module):
-    """Of windows with more places than a byte counts."""
+    """Of windows with many places."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(F.interpolate(x, scale_factor=2.0), (12, 11)).sin()
+        return F.max_pool2d(x.cos(), (9, 3)).sin()
 
 
 class Undone(nn.Module):
