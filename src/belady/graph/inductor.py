@@ -20,6 +20,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from belady.graph import windows as windows  # tells Inductor how to pool
 from belady.graph.barriers import barriers
 from belady.graph.segments import GOES
 
@@ -27,7 +28,7 @@ from belady.graph.segments import GOES
 # lays out the whole).
 _SETTINGS = {"layout_optimization": False}
 # What torch's own caches of kernels are asked by beside the graph: those of others are ordered.
-_TAG = "belady, as traced"
+_TAG = "belady, as traced, pools by windows"
 # What is asked of Inductor is asked of all of it, and put back: by one thread at a time.
 _ASKING = threading.Lock()
 # Sums along two dimensions in one kernel, of torch 2.10 and later. Where those over rows, of so

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, fx
 
 from belady.graph.doors import fake_value
 from belady.graph.ops import POOLED
-from belady.graph.windows import Pair, lies_last, most_over, pooled, pooled_backward
 
 _aten = torch.ops.aten
 _POOL = _aten.max_pool2d_with_indices.default
@@ -28,15 +27,24 @@ _MOST = 25
 # Elements that torch's own kernels pool at once: the rest waits, so little is held.
 _PIECE = 1 << 22
 
+# Rows and columns.
+Pair = Sequence[int]
+
 
 def _in_window(
     index: Tensor, width: int, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Tensor:
-    """Places within windows, of places in images of ``width`` columns."""
+    """Places within windows, of places in images of ``width`` columns; -1 for one outside.
+
+    torch's kernel for channels that lie last on a GPU gives place 0 of the image where all of a
+    window is minus infinity, so that nothing gets its gradient.
+    """
     row = index // width
     rows, columns = _corners(index, stride, padding)
-    below, beside = row - rows, index - row * width - columns
-    return (below // dilation[0] * kernel[1] + beside // dilation[1]).to(torch.int8)
+    below = torch.div(row - rows, dilation[0], rounding_mode="floor")
+    beside = torch.div(index - row * width - columns, dilation[1], rounding_mode="floor")
+    inside = (below >= 0) & (below < kernel[0]) & (beside >= 0) & (beside < kernel[1])
+    return torch.where(inside, below * kernel[1] + beside, -1).to(torch.int8)
 
 
 def _in_image(
@@ -46,7 +54,14 @@ def _in_image(
     whole = place.to(torch.int64)
     row = whole // kernel[1]
     rows, columns = _corners(place, stride, padding)
-    return (rows + row * dilation[0]) * width + columns + (whole - row * kernel[1]) * dilation[1]
+    column = columns + (whole - row * kernel[1]) * dilation[1]
+    return torch.where(whole < 0, 0, (rows + row * dilation[0]) * width + column)
+
+
+def _lies_last(tensor: Tensor) -> bool:
+    """Whether channels lie last in memory, and cannot be said to lie first."""
+    last = tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous()
 
 
 def _corners(like: Tensor, stride: Pair, padding: Pair) -> tuple[Tensor, Tensor]:
@@ -58,8 +73,8 @@ def _corners(like: Tensor, stride: Pair, padding: Pair) -> tuple[Tensor, Tensor]
     return rows.unsqueeze(-1), columns
 
 
-def _pooled_again(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
-    """`pooled` by torch's own kernels, of some samples at a time."""
+def _pooled(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+    """Maxima and their places by torch's own kernels, of some samples at a time."""
     made, places = _like_pooled(x, *numbers)
     parts = zip(*(_pieces(it, x) for it in (x, made, places)), strict=True)
     for part, maxima, place in parts:
@@ -69,8 +84,8 @@ def _pooled_again(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
     return made, places
 
 
-def _pooled_backward_again(grad: Tensor, place: Tensor, *given: Any) -> Tensor:
-    """`pooled_backward` by torch's own kernels, of some samples at a time."""
+def _pooled_backward(grad: Tensor, place: Tensor, *given: Any) -> Tensor:
+    """The gradient of what was pooled by torch's own kernels, of some samples at a time."""
     *numbers, ceil_mode, size = given
     made = _like_image(grad, place, *given)
     parts = zip(*(_pieces(it, made) for it in (grad, place, made)), strict=True)
@@ -93,36 +108,28 @@ def _like_pooled(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
 
 
 def _like_image(grad: Tensor, place: Tensor, *given: Any) -> Tensor:
-    layout = torch.channels_last if lies_last(place) else torch.contiguous_format
+    layout = torch.channels_last if _lies_last(place) else torch.contiguous_format
     shape = *grad.shape[:2], *given[-1]
     return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=layout)
 
 
 _NUMBERS = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
-# What a compiler gets in the place of the operators.
-COMPILED: dict[Any, Callable[..., Any]] = {}
-for _name, _schema, _run, _fake, _function in (
-    (
-        "max_pool",
-        f"(Tensor x, {_NUMBERS}) -> (Tensor, Tensor)",
-        _pooled_again,
-        _like_pooled,
-        pooled,
-    ),
+_OPERATORS = (
+    ("max_pool", f"(Tensor x, {_NUMBERS}) -> (Tensor, Tensor)", _pooled, _like_pooled),
     (
         "max_pool_backward",
         f"(Tensor grad, Tensor place, {_NUMBERS}, int[] size) -> Tensor",
-        _pooled_backward_again,
+        _pooled_backward,
         _like_image,
-        pooled_backward,
     ),
-):
+)
+for _name, _schema, _run, _fake in _OPERATORS:
     torch.library.define(f"belady::{_name}", _schema)
     torch.library.impl(f"belady::{_name}", "default", _run)
     torch.library.register_fake(f"belady::{_name}", _fake)
-    COMPILED[getattr(torch.ops.belady, _name).default] = _function
-MAX_POOL, MAX_POOL_BACKWARD = COMPILED
-assert {str(target) for target in COMPILED} == POOLED
+MAX_POOL = torch.ops.belady.max_pool.default
+MAX_POOL_BACKWARD = torch.ops.belady.max_pool_backward.default
+assert {str(MAX_POOL), str(MAX_POOL_BACKWARD)} == POOLED
 
 
 def count_in_windows(joint: fx.GraphModule) -> None:
@@ -147,11 +154,16 @@ def count_in_windows(joint: fx.GraphModule) -> None:
         joint.recompile()
 
 
+def most_over(kernel: int, stride: int, dilation: int) -> int:
+    """The most windows that lie over one row, or column."""
+    return (kernel - 1) * dilation // stride + 1
+
+
 def _is_small(pool: fx.Node) -> bool:
     kernel, stride, _, dilation = _numbers(pool)
     over = math.prod(map(most_over, kernel, stride, dilation))
     x = fake_value(pool.args[0])  # type: ignore[arg-type]
-    dense = x.is_contiguous() or lies_last(x)
+    dense = x.is_contiguous() or _lies_last(x)
     return dense and x.dim() == 4 and max(math.prod(kernel), over) <= _MOST
 
 

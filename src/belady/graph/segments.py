@@ -14,8 +14,7 @@ from belady.graph.code import Called, Code, Line
 from belady.graph.doors import fake_value
 from belady.graph.joint import Step
 from belady.graph.layout import Layout
-from belady.graph.ops import is_fused, name_of
-from belady.graph.pools import COMPILED
+from belady.graph.ops import POOLED, is_fused, name_of
 from belady.graph.replays import FROM_STATISTICS, from_statistics, norm_again
 
 # Makes one callable of a graph and of its inputs as tensors without bytes; None: it cannot.
@@ -26,7 +25,7 @@ Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[
 GOES, STAYS = "goes", "stays"
 
 # What no compiler knows, and what it gets instead.
-_INSTEAD: dict[Any, Callable[..., Any]] = {FROM_STATISTICS: from_statistics, **COMPILED}
+_INSTEAD: dict[Any, Callable[..., Any]] = {FROM_STATISTICS: from_statistics}
 
 
 def fused(code: Code, layout: Layout, fuse: Fuse) -> None:
@@ -88,7 +87,7 @@ def _is_plain(step: Step, layout: Layout) -> bool:
     target = step.node.target
     return (
         isinstance(target, torch._ops.OpOverload)
-        and (target.namespace == "aten" or target in COMPILED)
+        and (target.namespace == "aten" or str(target) in POOLED)
         and not ops.is_random(step)
         and not layout.writes_to(step)
     )

@@ -1,166 +1,157 @@
-"""Max pooling in kernels that a compiler makes: where maxima were is counted within windows.
+"""Max pooling as kernels of Inductor's, where maxima were counted within their windows.
 
-torch counts through the whole image, and so does the backward that Inductor has for it: for each
-window that an element lies in it makes the place in the image, and compares these. Here a place
-within a window is compared with where the element lies in it.
+Inductor's own backward makes places in the image of them again, in 64 bits, for each window that an
+element lies in, and compares these. Here a place within a window is compared with where the element
+lies in it. Loaded only where Inductor is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch._inductor import ir
+from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V, ops
+from torch.utils._sympy.functions import FloorDiv
 
-_aten = torch.ops.aten
+from belady.graph.pools import MAX_POOL, MAX_POOL_BACKWARD, Pair, most_over
 
-# Rows and columns.
-Pair = Sequence[int]
-
-
-def pooled(
-    x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil_mode: bool
-) -> tuple[Tensor, Tensor]:
-    """Maxima, with the bits of torch's own, and where they were; to be compiled.
-
-    Parameters
-    ----------
-    x
-        (samples, channels, rows, columns).
-
-    Returns
-    -------
-    tuple
-        (samples, channels, rows, columns) of windows; the second one int8, in the order of rows.
-    """
-    numbers = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
-    sides = rows, columns = [_Side.of(*it, ceil_mode) for it in numbers]
-    around = [it for side in reversed(sides) for it in (side.padding, side.beyond)]
-    padded = F.pad(x, around, value=-math.inf)
-    first = rows.first(x.device).unsqueeze(-1) * columns.kernel + columns.first(x.device)
-    best = place = None
-    for row, column in product(range(rows.kernel), range(columns.kernel)):
-        value = padded[:, :, rows.all_at(row), columns.all_at(column)]
-        if best is None or place is None:
-            best = value.clone()
-            place = torch.zeros_like(best, dtype=torch.int32) + first
-            continue
-        # The last that is none is the maximum.
-        more = (value > best) | value.isnan()
-        best = torch.where(more, value, best)
-        place = torch.where(more, row * columns.kernel + column, place)
-    assert best is not None
-    assert place is not None
-    return best, place.to(torch.int8)
+# What an Inductor's kernel reckons with, and an index in it.
+Value = Any
+_INT = torch.int32
 
 
-def pooled_backward(
-    grad: Tensor,
-    place: Tensor,
+class _Side(NamedTuple):
+    """Rows, or columns, of images, and how many windows there are along them."""
+
+    size: int
+    windows: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    def at(self, window: Any, place: int) -> Any:
+        """Where a place of a window lies, which may be outside."""
+        return window * self.stride + place * self.dilation - self.padding
+
+    def inside(self, at: Any) -> list[Value]:
+        """What has to hold for something to be there."""
+        index, found = ops.index_expr(at, _INT), list[Value]()
+        if self.padding:
+            found.append(ops.ge(index, _whole(0)))
+        if self.at(self.windows - 1, self.kernel - 1) >= self.size:
+            found.append(ops.lt(index, _whole(self.size)))
+        return found
+
+    def first(self, window: Any) -> Value:
+        """The first place of a window that is not outside."""
+        outside = ops.index_expr(self.padding - window * self.stride, _INT)
+        short = ops.add(ops.maximum(outside, _whole(0)), _whole(self.dilation - 1))
+        return ops.truncdiv(short, _whole(self.dilation))
+
+    def covering(self, at: Any) -> Iterator[tuple[Any, Value, Value]]:
+        """Windows that can lie over a row, in order: which, at which place, and whether it does."""
+        at = at + self.padding
+        latest = ops.index_expr(FloorDiv(at, self.stride), _INT)
+        latest = ops.minimum(latest, _whole(self.windows - 1))
+        for back in reversed(range(most_over(self.kernel, self.stride, self.dilation))):
+            window = ops.sub(latest, _whole(back))
+            apart = ops.sub(ops.index_expr(at, _INT), ops.mul(window, _whole(self.stride)))
+            reach = _whole((self.kernel - 1) * self.dilation)
+            there = ops.and_(ops.ge(window, _whole(0)), ops.le(apart, reach))
+            if self.dilation > 1:
+                rest = ops.mod(apart, _whole(self.dilation))
+                there = ops.and_(there, ops.eq(rest, _whole(0)))
+                apart = ops.truncdiv(apart, _whole(self.dilation))
+            some = ops.maximum(window, _whole(0))
+            yield ops.indirect_indexing(some, self.windows, check=False), apart, there
+
+
+def _sides(image: Sequence[Any], windows: Sequence[Any], *numbers: Pair) -> list[_Side]:
+    return [_Side(int(a), int(b), *it) for a, b, *it in zip(image, windows, *numbers, strict=True)]
+
+
+@register_lowering(MAX_POOL, type_promotion_kind=None)
+def _pooled(
+    x: Any, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil_mode: bool
+) -> tuple[Any, Any]:
+    x.realize_hint()  # it is read many times
+    made, places = V.graph.current_node.meta["val"]
+    rows, columns = _sides(x.get_size()[2:], made.shape[2:], kernel, stride, padding, dilation)
+    load = x.make_loader()
+
+    def value(index: Sequence[Any], row: int, column: int) -> Value:
+        *before, down, across = index
+        here = rows.at(down, row), columns.at(across, column)
+        inside = [*rows.inside(here[0]), *columns.inside(here[1])]
+        if not inside:
+            return load([*before, *here])
+        mask = inside.pop()
+        for other in inside:
+            mask = ops.and_(mask, other)
+        return ops.masked(mask, lambda: load([*before, *here]), -math.inf)
+
+    def walk(index: Sequence[Any]) -> tuple[Value, Value]:
+        best = value(index, 0, 0)
+        place = ops.mul(rows.first(index[2]), _whole(columns.kernel))
+        place = ops.add(place, columns.first(index[3]))
+        for row, column in [*product(range(rows.kernel), range(columns.kernel))][1:]:
+            other = value(index, row, column)
+            # The last that is none is the maximum.
+            more = ops.or_(ops.gt(other, best), ops.isnan(other))
+            best = ops.where(more, other, best)
+            place = ops.where(more, _whole(row * columns.kernel + column), place)
+        return best, ops.to_dtype(place, torch.int8)
+
+    return _made(made, lambda index: walk(index)[0]), _made(places, lambda index: walk(index)[1])
+
+
+@register_lowering(MAX_POOL_BACKWARD, type_promotion_kind=None)
+def _pooled_backward(
+    grad: Any,
+    place: Any,
     kernel: Pair,
     stride: Pair,
     padding: Pair,
     dilation: Pair,
     ceil_mode: bool,
     size: Pair,
-) -> Tensor:
-    """The gradient of what was pooled, added up in the order of windows; to be compiled.
+) -> Any:
+    for read in (grad, place):
+        read.realize_hint()
+    made = V.graph.current_node.meta["val"]
+    rows, columns = _sides(size, grad.get_size()[2:], kernel, stride, padding, dilation)
+    gradient, where = grad.make_loader(), place.make_loader()
+    exact = torch.promote_types(made.dtype, torch.float32)
 
-    Parameters
-    ----------
-    grad, place
-        (samples, channels, rows, columns) of windows; what `pooled` gives.
-    size
-        Rows and columns of what was pooled.
-    """
-    numbers = zip(size, kernel, stride, padding, dilation, strict=True)
-    rows, columns = (_Side.of(*it, ceil_mode) for it in numbers)
-    last = lies_last(place)
-    before = [None] if last else [None, None]
-    if last:
-        grad, place = grad.permute(0, 2, 3, 1), place.permute(0, 2, 3, 1)
-    exact, total = torch.promote_types(grad.dtype, torch.float32), None
-    over = product(rows.covering(grad.device), columns.covering(grad.device))
-    for (down, row, above), (across, column, beside) in over:
-        index = [*before, down.unsqueeze(-1), across]
-        here = row.unsqueeze(-1) * columns.kernel + column
-        here = torch.where(above.unsqueeze(-1) & beside, here, -1)
-        found = _aten._unsafe_index(place, index) == (here.unsqueeze(-1) if last else here)
-        part = torch.where(found, _aten._unsafe_index(grad, index).to(exact), 0.0)
-        total = part if total is None else total + part
-    assert total is not None
-    result: Tensor = total.to(grad.dtype)
-    return result.permute(0, 3, 1, 2) if last else result
+    def total(index: Sequence[Any]) -> Value:
+        *before, at_row, at_column = index
+        found = None
+        over = product(rows.covering(at_row), columns.covering(at_column))
+        for (down, row, above), (across, column, beside) in over:
+            here = ops.add(ops.mul(row, _whole(columns.kernel)), column)
+            taken = ops.eq(ops.to_dtype(where([*before, down, across]), _INT), here)
+            taken = ops.and_(ops.and_(above, beside), taken)
+            part = ops.to_dtype(gradient([*before, down, across]), exact)
+            part = ops.where(taken, part, ops.constant(0.0, exact))
+            found = part if found is None else ops.add(found, part)
+        return found
+
+    return _made(made, total)
 
 
-def most_over(kernel: int, stride: int, dilation: int) -> int:
-    """The most windows that lie over one row, or column."""
-    return (kernel - 1) * dilation // stride + 1
-
-
-def lies_last(tensor: Tensor) -> bool:
-    """Whether channels lie last in memory, and cannot be said to lie first."""
-    last = tensor.is_contiguous(memory_format=torch.channels_last)
-    return last and not tensor.is_contiguous()
-
-
-class _Side(NamedTuple):
-    """Rows, or columns, and how many windows there are along them."""
-
-    size: int
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
-    windows: int
-
-    @classmethod
-    def of(
-        cls, size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool
-    ) -> _Side:
-        rest = size + 2 * padding - dilation * (kernel - 1) - 1
-        count = (-(-rest // stride) if ceil_mode else rest // stride) + 1
-        # None begins behind all that is there.
-        count -= ceil_mode and (count - 1) * stride >= size + padding
-        return cls(size, kernel, stride, padding, dilation, count)
-
-    @property
-    def beyond(self) -> int:
-        """How far the last window reaches over the end."""
-        end = (self.windows - 1) * self.stride + (self.kernel - 1) * self.dilation + 1
-        return max(0, end - self.padding - self.size)
-
-    def all_at(self, place: int) -> slice:
-        """What lies at one place of each window, where padding lies before and behind."""
-        first = place * self.dilation
-        return slice(first, first + (self.windows - 1) * self.stride + 1, self.stride)
-
-    def first(self, device: torch.device) -> Tensor:
-        """The first place of each window that is not padding."""
-        outside = (self.padding - _to(self.windows, device) * self.stride).clamp(min=0)
-        return _whole(outside + self.dilation - 1, self.dilation)
-
-    def covering(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Windows over each row, in order: which, at which place of it, and whether it is."""
-        at = _to(self.size, device) + self.padding
-        latest = _whole(at, self.stride).clamp(max=self.windows - 1)
-        for back in reversed(range(most_over(self.kernel, self.stride, self.dilation))):
-            window = latest - back
-            apart = at - window * self.stride
-            there = (window >= 0) & (apart <= (self.kernel - 1) * self.dilation)
-            there = there & (apart % self.dilation == 0)
-            yield window.clamp(min=0), _whole(apart, self.dilation), there
-
-
-def _to(count: int, device: torch.device) -> Tensor:
+def _whole(number: int) -> Value:
     # With 64 bits a GPU takes several times as long to divide and to compare.
-    return torch.arange(count, device=device, dtype=torch.int32)
+    return ops.constant(number, _INT)
 
 
-def _whole(dividend: Tensor, divisor: int) -> Tensor:
-    """How often it goes into each, of which none is below 0."""
-    return torch.div(dividend, divisor, rounding_mode="trunc")
+def _made(like: torch.Tensor, inner: Callable[[Sequence[Any]], Value]) -> Any:
+    """A result, which lies as it was traced."""
+    device, dtype, ranges = like.device, like.dtype, [*like.shape]
+    made = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=ranges)
+    return ir.ExternKernel.require_stride_order(made, ir.get_stride_order(like.stride()))

@@ -15,12 +15,13 @@ from torch import Tensor, fx, nn
 from torch._inductor import config
 
 import belady
-from belady.graph import capture, pools, windows
+from belady.graph import capture, pools
 from belady.ir.trace import Trace
 from tests.parity.racing import random_plan
 from tests.unit.graph.test_channels import trained
 
 SIDE, CHANNELS, BATCH = 11, 4, 3
+ATEN = torch.ops.aten
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ASKED: list[dict[str, Any]] = [
     {"kernel_size": 2},
@@ -71,6 +72,16 @@ def images(device: str, *, last: bool) -> Tensor:
     return x.to(memory_format=torch.channels_last) if last else x
 
 
+def backward_of(grad: Tensor, x: Tensor, numbers: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Maxima, where they were, and the gradient, by torch."""
+    maxima, index = ATEN.max_pool2d_with_indices.default(x, *numbers)
+    return maxima, index, ATEN.max_pool2d_with_indices_backward.default(grad, x, *numbers, index)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.stride() == other.stride() and torch.equal(one.nan_to_num(9), other.nan_to_num(9))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("asked", ASKED, ids=str)
@@ -78,25 +89,50 @@ def test_maxima_and_gradients_have_the_bits_of_torch(
     asked: dict[str, Any], last: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers, x = numbers_of(asked), images(device, last=last)
-    aten = torch.ops.aten
-    expected, index = aten.max_pool2d_with_indices.default(x, *numbers)
-    grad = torch.randn_like(expected)
-    wanted = aten.max_pool2d_with_indices_backward.default(grad, x, *numbers, index)
-    # By torch's kernels a sample at a time and all at once; and what a compiler gets.
-    for piece, forward, backward in (
-        (1, pools.MAX_POOL, pools.MAX_POOL_BACKWARD),
-        (1 << 20, pools.MAX_POOL, pools.MAX_POOL_BACKWARD),
-        (0, windows.pooled, windows.pooled_backward),
-    ):
+    grad = torch.randn_like(ATEN.max_pool2d_with_indices.default(x, *numbers)[0])
+    expected, _, wanted = backward_of(grad, x, numbers)
+    # A sample at a time, and all at once.
+    for piece in (1, 1 << 20):
         monkeypatch.setattr(pools, "_PIECE", piece)
-        maxima, place = forward(x, *numbers)
+        maxima, place = pools.MAX_POOL(x, *numbers)
         assert place.dtype is torch.int8
-        assert maxima.stride() == place.stride() == expected.stride()
-        assert torch.equal(maxima.nan_to_num(9), expected.nan_to_num(9))
-        again = backward(grad, place, *numbers, [SIDE, SIDE])
-        assert again.stride() == wanted.stride()
-        assert torch.equal(again, wanted)
-        assert torch.equal(place, pools.MAX_POOL(x, *numbers)[1])
+        assert place.stride() == maxima.stride()
+        assert same(maxima, expected)
+        assert same(pools.MAX_POOL_BACKWARD(grad, place, *numbers, [SIDE, SIDE]), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("last", [False, True])
+def test_compiled_maxima_and_gradients_have_the_bits_of_torch(
+    last: bool, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("Inductor needs a C++ compiler")
+    from belady.graph import inductor
+
+    assert inductor.windows
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, given = images(device, last=last), [numbers_of(asked) for asked in ASKED]
+    grads = [torch.randn_like(ATEN.max_pool2d_with_indices.default(x, *it)[0]) for it in given]
+
+    def both(x: Tensor, grads: list[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for grad, numbers in zip(grads, given, strict=True):
+            maxima, place = pools.MAX_POOL(x, *numbers)
+            again = pools.MAX_POOL_BACKWARD(grad, place, *numbers, [SIDE, SIDE])
+            found += [maxima, place, again]
+        return found
+
+    with config.patch({"compile_threads": 1}):
+        found = torch.compile(both, fullgraph=True)(x, grads)
+    for at, (grad, numbers) in enumerate(zip(grads, given, strict=True)):
+        maxima, place, again = found[3 * at : 3 * at + 3]
+        # Where all of a window is least torch has two answers on a GPU, by how channels lie.
+        expected, _, wanted = backward_of(grad.contiguous(), x.contiguous(), numbers)
+        as_x = torch.channels_last if last else torch.contiguous_format
+        assert place.dtype is torch.int8
+        assert same(maxima, expected.to(memory_format=as_x))
+        assert same(again, wanted.to(memory_format=as_x))
 
 
 class Pooled(nn.Module):
