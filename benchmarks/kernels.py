@@ -11,7 +11,7 @@ import json
 
 import torch
 
-from benchmarks import memsets, options, records, sliced
+from benchmarks import memsets, options, pooling, records, sliced
 from benchmarks.beside import copies
 from benchmarks.cases import Record
 from benchmarks.questions import OF_KERNELS, Asked
@@ -21,6 +21,7 @@ QUESTIONS = {
     "copies": copies,
     "slices": sliced.slices,
     "memsets": memsets.memsets,
+    "pooling": pooling.pooling,
 }
 
 
@@ -158,4 +159,5 @@ _APART = {
     "copy": _copies,
     "slice": sliced.table,
     "memset": memsets.table,
+    "pooling": pooling.table,
 }
