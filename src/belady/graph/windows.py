@@ -77,12 +77,10 @@ def _sides(image: Sequence[Any], windows: Sequence[Any], *numbers: Pair) -> list
 
 
 @register_lowering(MAX_POOL, type_promotion_kind=None)
-def _pooled(
-    x: Any, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil_mode: bool
-) -> tuple[Any, Any]:
+def _pooled(x: Any, *given: Any) -> tuple[Any, Any]:
     x.realize_hint()  # it is read many times
     made, places = V.graph.current_node.meta["val"]
-    rows, columns = _sides(x.get_size()[2:], made.shape[2:], kernel, stride, padding, dilation)
+    rows, columns = _sides(x.get_size()[2:], made.shape[2:], *given[:4])
     load = x.make_loader()
 
     def value(index: Sequence[Any], row: int, column: int) -> Value:
@@ -112,20 +110,12 @@ def _pooled(
 
 
 @register_lowering(MAX_POOL_BACKWARD, type_promotion_kind=None)
-def _pooled_backward(
-    grad: Any,
-    place: Any,
-    kernel: Pair,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    ceil_mode: bool,
-    size: Pair,
-) -> Any:
+def _pooled_backward(grad: Any, place: Any, *given: Any) -> Any:
     for read in (grad, place):
         read.realize_hint()
     made = V.graph.current_node.meta["val"]
-    rows, columns = _sides(size, grad.get_size()[2:], kernel, stride, padding, dilation)
+    *numbers, _, size = given
+    rows, columns = _sides(size, grad.get_size()[2:], *numbers)
     gradient, where = grad.make_loader(), place.make_loader()
     exact = torch.promote_types(made.dtype, torch.float32)
 

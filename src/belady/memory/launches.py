@@ -16,6 +16,7 @@ import torch
 
 from belady.memory.apart import count_as_ours, others_have_pools
 from belady.memory.streams import current_stream
+from belady.memory.workspaces import give_up
 
 T = TypeVar("T")
 
@@ -78,8 +79,9 @@ class Launches:
         self._device = device
         self.peak_bytes = 0
         self._latest: torch.cuda.Stream | None = None
-        # What is free elsewhere, the pool is not given.
-        self._without_workspaces()
+        # Workspaces of a capture are of that one, and no other's; what is free elsewhere, the pool
+        # is not given.
+        give_up(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -155,7 +157,7 @@ class Launches:
     def over(self) -> None:
         """All is captured."""
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        self._without_workspaces()
+        give_up(self._device)
 
     def wait(self) -> None:
         """Block until all that was launched has run."""
@@ -170,11 +172,6 @@ class Launches:
     def reserved_bytes(self) -> int:
         """What torch's allocator reserves by now, for all."""
         return torch.cuda.memory_reserved(self._device)
-
-    def _without_workspaces(self) -> None:
-        """Have cuBLAS forget its workspaces: those of a capture are of that one, and no other's."""
-        torch.cuda.synchronize(self._device)
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 def captures(device: torch.device) -> bool:

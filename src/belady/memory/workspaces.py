@@ -18,13 +18,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from belady.memory.apart import others_have_pools
 from belady.memory.thread import in_backward
 
+# Bytes of those that were given up and have not come back, by the device's number.
+_GIVEN_UP: dict[int | None, int] = {}
+
+
+def give_up(device: torch.device) -> None:
+    """Have cuBLAS forget its workspaces, until it needs them or they are `put_first`."""
+    torch.cuda.synchronize(device)
+    _GIVEN_UP[device.index] = max(_GIVEN_UP.get(device.index, 0), _forget(device))
+
 
 def put_first(device: torch.device, forget: Callable[[], None]) -> None:
     """Have the workspaces that this device has taken where memory begins.
 
-    Those of the calling thread and of autograd's come back at once, of the current stream; others
-    when they are needed. Nothing may run in another thread meanwhile. Where somebody else keeps
-    memory apart they stay: a graph of CUDA's may have been captured with their addresses.
+    Those of the calling thread and of autograd's come back at once, of the current stream, also
+    where they were given up; others when they are needed. Nothing may run in another thread
+    meanwhile. Where somebody else keeps memory apart they stay: a graph of CUDA's may have been
+    captured with their addresses.
 
     Parameters
     ----------
@@ -34,16 +44,22 @@ def put_first(device: torch.device, forget: Callable[[], None]) -> None:
     if others_have_pools(device):
         forget()
         return
-    before = torch.cuda.memory_allocated(device)
-    torch._C._cuda_clearCublasWorkspaces()
+    had = max(_GIVEN_UP.pop(device.index, 0), _forget(device))
     left = torch.cuda.memory_allocated(device)
     forget()
     # Without memory for them, or in a mode that refuses products, they come when they are needed.
     with suppress(RuntimeError), _disable_current_modes(), torch.inference_mode(False):
-        if left < before:
+        if had:
             _multiply(device)
-        if left < torch.cuda.memory_allocated(device) < before:
+        if 0 < torch.cuda.memory_allocated(device) - left < had:
             in_backward(device, partial(_multiply, device))
+
+
+def _forget(device: torch.device) -> int:
+    """Bytes that are free then."""
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated(device)
 
 
 def _multiply(device: torch.device) -> None:

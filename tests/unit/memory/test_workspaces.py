@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from belady.memory import workspaces
 from belady.memory.cap import enforce, make_room
 from belady.memory.lanes import resolve
-
-pytestmark = pytest.mark.gpu
+from belady.memory.launches import Launches
 
 MIB = 2**20
 BUDGET, ROOM = 768 * MIB, 400 * MIB
 
 
 @pytest.fixture
-def device() -> Iterator[torch.device]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     device = resolve("cuda")
+    monkeypatch.setattr(workspaces, "_GIVEN_UP", {})
     torch._C._cuda_clearCublasWorkspaces()
     undo = enforce(device, torch.cuda.memory_reserved(device) + BUDGET)
     yield device
@@ -51,6 +52,7 @@ def stretches(stream: int) -> list[dict[str, Any]]:
     return sorted(found, key=lambda it: it["address"])
 
 
+@pytest.mark.gpu
 def test_memory_after_them_is_one_piece(device: torch.device) -> None:
     with torch.cuda.stream(torch.cuda.Stream(device)) as _:
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -67,12 +69,14 @@ def test_memory_after_them_is_one_piece(device: torch.device) -> None:
         assert products(device) == 0
 
 
+@pytest.mark.gpu
 def test_nothing_is_taken_where_nothing_was_multiplied(device: torch.device) -> None:
     before = torch.cuda.memory_allocated(device)
     make_room(device, torch.cuda.memory_reserved(device))
     assert torch.cuda.memory_allocated(device) == before
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_in_any_mode_products_stay_right(mode: Any, device: torch.device) -> None:
     products(device)
@@ -81,3 +85,58 @@ def test_in_any_mode_products_stay_right(mode: Any, device: torch.device) -> Non
     with mode():
         make_room(device, torch.cuda.memory_reserved(device) + ROOM)
     assert torch.equal(some @ some, expected)
+
+
+@pytest.mark.gpu
+def test_what_was_given_up_for_a_capture_is_back_first(device: torch.device) -> None:
+    with torch.cuda.stream(torch.cuda.Stream(device)) as _:
+        kept = products(device)
+        before = torch.cuda.memory_allocated(device)
+        launches = Launches(device)
+        launches.over()
+        assert torch.cuda.memory_allocated(device) == before - kept
+        make_room(device, torch.cuda.memory_reserved(device) + ROOM)
+        assert torch.cuda.memory_allocated(device) == before
+        assert products(device) == 0
+
+
+class Device:
+    """Workspaces of two threads: that which calls, and that of autograd."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *had: str) -> None:
+        self.had, self.device = [*had], torch.device("cuda", 0)
+        self.forgotten = False
+        monkeypatch.setattr(workspaces, "_GIVEN_UP", {})
+        monkeypatch.setattr(workspaces, "others_have_pools", lambda _: False)
+        monkeypatch.setattr(workspaces, "_multiply", lambda _: self.had.append("caller"))
+        monkeypatch.setattr(workspaces, "in_backward", lambda *_: self.had.append("autograd"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 32 * MIB * len(self.had))
+        clear = self.had.clear
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+
+    def put_first(self) -> list[str]:
+        workspaces.put_first(self.device, self._forget)
+        assert self.forgotten
+        return self.had
+
+    def _forget(self) -> None:
+        assert not self.had
+        self.forgotten = True
+
+
+@pytest.mark.parametrize("had", [(), ("caller",), ("caller", "autograd")], ids=len)
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_as_many_come_back_as_there_were(
+    had: tuple[str, ...], again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = Device(monkeypatch, *had)
+    # A capture gives up those before it, and its own.
+    for taken in range(again):
+        workspaces.give_up(on.device)
+        assert not on.had
+        on.had += [*had[: 1 - taken]]
+    assert on.put_first() == [*had]
+    on.had.clear()
+    # What came back is not remembered.
+    assert on.put_first() == []
