@@ -185,5 +185,7 @@ def _rewrite(pool: fx.Node, index: fx.Node) -> None:
     for reader in readers:
         reader.target = MAX_POOL_BACKWARD
         reader.args = (reader.args[0], index, *numbers, size)
+        given = (fake_value(it) for it in reader.args[:2])  # type: ignore[arg-type]
+        reader.meta["val"] = MAX_POOL_BACKWARD(*given, *numbers, size)
     for node in (pool, index, *readers):
         node.meta.pop("tensor_meta", None)
