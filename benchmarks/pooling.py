@@ -75,7 +75,8 @@ def _inductors(grad: torch.Tensor, x: torch.Tensor, where: torch.Tensor, *number
 
 
 def _in_windows(grad: torch.Tensor, x: torch.Tensor, where: torch.Tensor, *numbers: Any) -> Any:
-    return MAX_POOL_BACKWARD(grad, where, *numbers, [*x.shape[-2:]])
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    return MAX_POOL_BACKWARD(grad, where, *numbers, [*x.shape[-2:]], last)
 
 
 def _seconds(

@@ -86,7 +86,7 @@ def _pooled(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
 
 def _pooled_backward(grad: Tensor, place: Tensor, *given: Any) -> Tensor:
     """The gradient of what was pooled by torch's own kernels, of some samples at a time."""
-    *numbers, ceil_mode, size = given
+    *numbers, ceil_mode, size, _ = given
     made = _like_image(grad, place, *given)
     parts = zip(*(_pieces(it, made) for it in (grad, place, made)), strict=True)
     for part, where, result in parts:
@@ -108,8 +108,9 @@ def _like_pooled(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
 
 
 def _like_image(grad: Tensor, place: Tensor, *given: Any) -> Tensor:
-    layout = torch.channels_last if _lies_last(place) else torch.contiguous_format
-    shape = *grad.shape[:2], *given[-1]
+    *_, size, last = given
+    layout = torch.channels_last if last else torch.contiguous_format
+    shape = *grad.shape[:2], *size
     return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=layout)
 
 
@@ -118,7 +119,7 @@ _OPERATORS = (
     ("max_pool", f"(Tensor x, {_NUMBERS}) -> (Tensor, Tensor)", _pooled, _like_pooled),
     (
         "max_pool_backward",
-        f"(Tensor grad, Tensor place, {_NUMBERS}, int[] size) -> Tensor",
+        f"(Tensor grad, Tensor place, {_NUMBERS}, int[] size, bool last) -> Tensor",
         _pooled_backward,
         _like_image,
     ),
@@ -178,14 +179,15 @@ def _numbers(pool: fx.Node) -> tuple[Pair, Pair, Pair, Pair]:
 def _rewrite(pool: fx.Node, index: fx.Node) -> None:
     x, numbers = pool.args[0], (*_numbers(pool), bool(pool.args[5:] and pool.args[5]))
     assert isinstance(x, fx.Node)
-    size, readers = [*fake_value(x).shape[-2:]], [*index.users]
+    # One window for all of an image lies both ways, and does not say how the image does.
+    lies, readers = ([*fake_value(x).shape[-2:]], _lies_last(fake_value(x))), [*index.users]
     pool.target, pool.args = MAX_POOL, (x, *numbers)
     pool.meta["val"] = MAX_POOL(fake_value(x), *numbers)
     _, index.meta["val"] = pool.meta["val"]
     for reader in readers:
         reader.target = MAX_POOL_BACKWARD
-        reader.args = (reader.args[0], index, *numbers, size)
+        reader.args = (reader.args[0], index, *numbers, *lies)
         given = (fake_value(it) for it in reader.args[:2])  # type: ignore[arg-type]
-        reader.meta["val"] = MAX_POOL_BACKWARD(*given, *numbers, size)
+        reader.meta["val"] = MAX_POOL_BACKWARD(*given, *numbers, *lies)
     for node in (pool, index, *readers):
         node.meta.pop("tensor_meta", None)

@@ -114,7 +114,7 @@ def _pooled_backward(grad: Any, place: Any, *given: Any) -> Any:
     for read in (grad, place):
         read.realize_hint()
     made = V.graph.current_node.meta["val"]
-    *numbers, _, size = given
+    *numbers, _, size, _ = given
     rows, columns = _sides(size, grad.get_size()[2:], *numbers)
     gradient, where = grad.make_loader(), place.make_loader()
     exact = torch.promote_types(made.dtype, torch.float32)

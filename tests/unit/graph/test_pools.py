@@ -30,6 +30,7 @@ ASKED: list[dict[str, Any]] = [
     {"kernel_size": (2, 3), "stride": (3, 1), "padding": (1, 0), "dilation": (1, 2)},
     {"kernel_size": 2, "dilation": 3},
     {"kernel_size": 1, "stride": 2},
+    {"kernel_size": 5, "stride": 9},
     {"kernel_size": (5, 4), "stride": (2, 3), "padding": (2, 1), "ceil_mode": True},
 ]
 
@@ -98,7 +99,7 @@ def test_maxima_and_gradients_have_the_bits_of_torch(
         assert place.dtype is torch.int8
         assert place.stride() == maxima.stride()
         assert same(maxima, expected)
-        assert same(pools.MAX_POOL_BACKWARD(grad, place, *numbers, [SIDE, SIDE]), wanted)
+        assert same(pools.MAX_POOL_BACKWARD(grad, place, *numbers, [SIDE, SIDE], last), wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,7 +120,7 @@ def test_compiled_maxima_and_gradients_have_the_bits_of_torch(
         found: list[Tensor] = []
         for grad, numbers in zip(grads, given, strict=True):
             maxima, place = pools.MAX_POOL(x, *numbers)
-            again = pools.MAX_POOL_BACKWARD(grad, place, *numbers, [SIDE, SIDE])
+            again = pools.MAX_POOL_BACKWARD(grad, place, *numbers, [SIDE, SIDE], last)
             found += [maxima, place, again]
         return found
 
@@ -198,6 +199,27 @@ def test_compiled_they_give_gradients_of_plain(
     assert counted
     mine, theirs = ([it.grad for it in net.parameters()] for net in (model, other))
     torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+class Tokens(nn.Module):
+    """Pools all of an image, whose channels lie last since they were a product's columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).view(-1, 4, 4, 8).permute(0, 3, 1, 2)
+        return self.second(F.max_pool2d(y, 4).flatten(1)).sin()
+
+
+def test_a_gradient_lies_as_its_image_does(counted: list[fx.GraphModule]) -> None:
+    torch.manual_seed(0)
+    model, x = Tokens().double(), torch.randn(3, 16, 6, dtype=torch.float64)
+    expected = trained(copy.deepcopy(model), None, x)
+    found = trained(model, lambda trace: random_plan(trace, "threads", 1), x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert counted
 
 
 class Single(nn.Module):
