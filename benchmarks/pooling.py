@@ -21,7 +21,12 @@ _SHAPES: tuple[tuple[int, int, tuple[Any, ...]], ...] = (
 
 
 def pooling(asked: Asked) -> Iterator[Record]:
-    """Seconds of pooling in bfloat16, and of its gradient with that of the ReLU before it."""
+    """Seconds of pooling in bfloat16, and of its gradient with that of the ReLU before it.
+
+    None without CUDA.
+    """
+    if asked.device.type != "cuda":
+        return
     from belady.graph import inductor
 
     assert inductor.windows

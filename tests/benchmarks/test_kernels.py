@@ -100,3 +100,16 @@ def test_copies_beside_kernels_are_told_as_shares_of_copies_alone() -> None:
     assert "| GB/s beside | out | out, both at once |" in table
     assert "| nothing | 50.0 | 40.0 |" in table
     assert "| relu | 45.0, 90% | 20.0, 50% |" in table
+
+
+def test_ways_of_pooling_stand_side_by_side() -> None:
+    about = {"device_name": "any", "torch": "2", "what": "pooling", "op": "(1, 1, 8, 8), window 3"}
+    found = [
+        {**about, "way": way, "channels_last": last, "s": seconds, "backward_s": 2 * seconds}
+        for last in (True, False)
+        for way, seconds in (("Inductor", 3e-3), ("in windows", 1e-3))
+    ]
+    table = kernels.table(found)
+    assert "| (1, 1, 8, 8), window 3, channels_last | 3.00 | 1.00 | 3.0 times |" in table
+    assert "| (1, 1, 8, 8), window 3, gradient | 6.00 | 2.00 | 3.0 times |" in table
+    assert table.count("3.0 times") == 4
