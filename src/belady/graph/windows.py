@@ -19,7 +19,8 @@ from torch.utils._sympy.functions import FloorDiv
 
 from belady.graph.pools import MAX_POOL, MAX_POOL_BACKWARD, Pair, most_over
 
-# What an Inductor's kernel reckons with, and an index in it.
+# What a kernel of Inductor's reckons with, by `virtualized.ops`. That is no name of this module: it
+# answers for any attribute, and doctest asks all that a module names for one.
 Value = Any
 _INT = torch.int32
 
