@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import belady
 from belady.errors import StaleValueError
 from belady.graph import launching
+from belady.graph.capturing import HOLES
 from belady.graph.joint import whole_graph
 from belady.graph.kinds import Kind
 from belady.graph.launchable import why_not
@@ -259,15 +260,15 @@ def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.Monkey
         asked.append(given[2])
         return planned(self, *given)
 
-    def lacking(self: Rerun, models: Any) -> None:
-        begin(self, models)
+    def lacking(self: Rerun, *given: Any) -> None:
+        begin(self, *given)
         self.reserved = (1 << 30) - 5 if len(asked) == 1 else 0
 
     monkeypatch.setattr(Verification, "launched", note)
     monkeypatch.setattr(Rerun, "__init__", lacking)
-    first, second = train(CNN, plain, "vdnn_all", monkeypatch)
-    assert first.launched == 0
-    assert second.launched >= 10
+    *tried, last = train(CNN, plain, "vdnn_all", monkeypatch)
+    assert [it.launched for it in tried] == [0] * len(HOLES)
+    assert last.launched >= 10
     # What it lacked is left in addition: all that is needed between launches but 5 bytes.
     assert 0 < asked[1] - asked[0] < asked[0]
 
@@ -348,7 +349,41 @@ def test_a_capture_that_fails_half_way_holds_nothing(monkeypatch: pytest.MonkeyP
 def test_what_lacks_room_when_it_is_captured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rerun, "reserved", 1 << 40)
     made = train(CNN, plain, "vdnn_all", monkeypatch)
-    assert [it.launched for it in made] == [0]
+    assert [it.launched for it in made] == [0] * len(HOLES)
+
+
+@pytest.mark.parametrize("failing", range(1, len(HOLES)))
+def test_a_capture_whose_blocks_do_not_fit_begins_with_other_holes(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holes: list[int] = []
+    begin = Rerun.__init__
+
+    def lacking(self: Rerun, *given: Any) -> None:
+        begin(self, *given)
+        self.reserved = 1 << 30 if len(holes) < failing else 0
+        holes.append(self.hole_bytes)
+
+    monkeypatch.setattr(Rerun, "__init__", lacking)
+    *tried, last = train(CNN, plain, "vdnn_all", monkeypatch)
+    # Of one plan, each in another way.
+    assert holes[0] == 0
+    assert len({*holes}) == len(holes) == failing + 1
+    assert not any(it.launched for it in tried)
+    assert last.launched >= 10
+
+
+def test_a_capture_that_holds_too_much_is_not_tried_in_other_ways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = Rerun.__init__
+
+    def lacking(self: Rerun, *given: Any) -> None:
+        begin(self, *given)
+        self.reserved = self.peak_bytes = 1 << 40
+
+    monkeypatch.setattr(Rerun, "__init__", lacking)
+    assert [it.launched for it in train(CNN, plain, "vdnn_all", monkeypatch)] == [0]
 
 
 def through_views(training: Training, index: int) -> list[Tensor]:

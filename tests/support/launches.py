@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from belady.graph import launching
+from belady.graph import capturing, launching
 from belady.graph.contents import Content
 from belady.ir.trace import Tier
 from belady.memory.contents import Moved
@@ -22,6 +22,8 @@ class Rerun:
     ----------
     models
         What is captured writes to their buffers, which happens at launches alone.
+    hole_bytes
+        What the pool would begin with.
 
     Attributes
     ----------
@@ -33,7 +35,8 @@ class Rerun:
 
     reserved = 0
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], hole_bytes: int) -> None:
+        self.hole_bytes = hole_bytes
         self.launched = self.peak_bytes = 0
         self._models = models
         self._known: list[list[torch.UntypedStorage]] = []
@@ -103,11 +106,11 @@ def launching_on_a_cpu(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Modu
     """Have iterations launched that gain nothing; what stands for their graphs, as it is made."""
     made: list[Rerun] = []
 
-    def launches(device: torch.device) -> Rerun:
-        made.append(Rerun(models))
+    def launches(device: torch.device, hole_bytes: int) -> Rerun:
+        made.append(Rerun(models, hole_bytes))
         return made[-1]
 
-    monkeypatch.setattr(launching, "Launches", launches)
+    monkeypatch.setattr(capturing, "Launches", launches)
     monkeypatch.setattr(launching, "captures", lambda device: True)
     monkeypatch.setattr(launching, "_GAINS", -100.0)
     # There is no other tier below a CPU, and to fixed places it is memory anyway.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 
-from belady.errors import TierFullError
-from belady.graph.beside import bytes_of, sent
+from belady.graph.beside import bytes_of
 from belady.graph.capture import Captured
+from belady.graph.capturing import Attempt
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind
 from belady.graph.launchable import storage_of, why_not
@@ -28,8 +27,8 @@ from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
 from belady.measure.verification import VERIFIED
 from belady.memory.carrier import Carrier
-from belady.memory.launches import Launches, captures
-from belady.units import format_bytes, format_seconds
+from belady.memory.launches import captures
+from belady.units import format_seconds
 
 _log = logging.getLogger("belady")
 
@@ -39,8 +38,6 @@ NOTE = "forward and backward are captured and launched in one piece each (CUDA g
 # Most iterations in a row that a kind waits for until it is captured: twice as many each time that
 # what was captured is given back, since something else runs too. And most that it is tried for.
 _MOST = 32
-# Part of a budget that a capture is taken to lack which runs out of memory.
-_PART = 20
 # Part of an iteration that a launch has to gain.
 _GAINS = 0.02
 _ONCE = ((0, True), (0, False))
@@ -233,30 +230,14 @@ class Launching:
             return None
         # A capture places gradients itself.
         self._places.rest()
-        launches = Launches(self._carrier.device)
-        try:
-            carrier = self._carrier.fixed(sent(force.drawn.trace, force.plan))
-            launched = Launched(force, launches, carrier, lasting, args)
-        except (RuntimeError, TierFullError) as error:
-            _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
-            launched = None
-            if isinstance(error, torch.OutOfMemoryError):
-                kind.prospect.lacks(self._budget_bytes // _PART)
-        launches.over()
-        needed = launches.reserved_bytes + kind.prospect.between_bytes
+        room = self._budget_bytes - kind.prospect.between_bytes
         if any(it.grad is not None for module in self._modules for it in module.parameters()):
             # They have not been zeroed yet, and so will need other memory in each iteration.
-            needed += bytes_of(force.drawn.parts[0].joint.backward_outputs)
-        if launched is not None and needed > self._budget_bytes:
-            lacks = needed - self._budget_bytes
-            _log.info("an iteration that is captured lacks %s", format_bytes(lacks))
-            kind.prospect.lacks(lacks)
-            launched.close()
-            launched = None
+            room -= bytes_of(joint.backward_outputs)
+        launched, lacking = Attempt(force, self._carrier, lasting, args, room).captured()
         if launched is None:
-            # Frames of what failed may be in cycles; the pool stays as long as one of them does.
-            gc.collect()
-            launches.forget()
+            if lacking:
+                kind.prospect.lacks(lacking)
             self._issue_again(kind)
         return launched
 

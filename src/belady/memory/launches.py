@@ -20,6 +20,9 @@ from belady.memory.workspaces import give_up
 
 T = TypeVar("T")
 
+# What is behind a hole; smaller blocks come from segments of their own.
+_WALL_BYTES = 2 << 20
+
 
 class Capturing(Protocol):
     """`Launches`, or what stands for it where there is no GPU.
@@ -68,6 +71,8 @@ class Launches:
     ----------
     device
         With its index.
+    hole_bytes
+        The pool begins with a hole of so many bytes, behind which all lies that it does not hold.
 
     Attributes
     ----------
@@ -75,8 +80,9 @@ class Launches:
         Most bytes allocated at once, of all that is there, once all is captured.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, hole_bytes: int = 0) -> None:
+        self._device, self._hole_bytes = device, hole_bytes
+        self._behind: torch.Tensor | None = None
         self.peak_bytes = 0
         self._latest: torch.cuda.Stream | None = None
         # Workspaces of a capture are of that one, and no other's; what is free elsewhere, the pool
@@ -106,6 +112,7 @@ class Launches:
             # Other threads go on: one that pins memory for a loader would end a global capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                self._begin_with_a_hole()
                 given = issue()
             except BaseException:
                 # Copies are still on their way on other streams, which ends a capture, too.
@@ -122,6 +129,13 @@ class Launches:
             stream.wait_stream(self._latest)
         self._latest = stream
         replay()
+
+    def _begin_with_a_hole(self) -> None:
+        if self._hole_bytes:
+            hole = torch.empty(self._hole_bytes, dtype=torch.uint8, device=self._device)
+            self._behind = torch.empty(_WALL_BYTES, dtype=torch.uint8, device=self._device)
+            self._hole_bytes = 0
+            del hole
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture, also one that the driver has ended because of what was issued.
@@ -157,6 +171,7 @@ class Launches:
     def over(self) -> None:
         """All is captured."""
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        self._behind = None
         give_up(self._device)
 
     def wait(self) -> None:

@@ -14,6 +14,8 @@ from belady.memory.launches import Launches
 
 DEVICE = torch.device("cuda", 0)
 MANY = 1 << 20
+# MiB that torch's allocator maps at once.
+PAGE = 20
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +40,28 @@ def test_a_launch_reads_and_writes_where_it_was_captured() -> None:
     assert launches.peak_bytes == 0
     launches.over()
     assert launches.peak_bytes > 2 * MANY * 4
+
+
+def grown(hole_bytes: int, *sizes: int) -> int:
+    """MiB of a pool in which so many MiB are taken one after another, and held."""
+    launches = Launches(DEVICE, hole_bytes)
+    before = launches.reserved_bytes
+    _, made = launches.capture(
+        lambda: [torch.empty(it * MANY, dtype=torch.uint8, device=DEVICE) for it in sizes]
+    )
+    launches.over()
+    found = launches.reserved_bytes - before
+    del made
+    launches.forget()
+    return found // MANY
+
+
+def test_a_pool_begins_with_a_hole() -> None:
+    assert grown(0, 64, 64) < 64 + 64 + PAGE
+    # The first block fits in, and the second lies behind.
+    assert grown(64 * MANY, 64, 64) < 64 + 64 + 2 * PAGE
+    # What fits but for a little lies behind, too, and the hole stays.
+    assert 64 + 65 + 65 < grown(64 * MANY, 65, 65) < 64 + 65 + 65 + 2 * PAGE
 
 
 def test_what_waits_for_the_device_is_refused_and_nothing_stays() -> None:
