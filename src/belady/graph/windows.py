@@ -23,6 +23,8 @@ from belady.graph.pools import MAX_POOL, MAX_POOL_BACKWARD, Pair, most_over
 # answers for any attribute, and doctest asks all that a module names for one.
 Value = Any
 _INT = torch.int32
+# Place of what is in no window, also where columns, or a row of them, are added.
+_NOWHERE = -(1 << 10)
 
 
 class _Side(NamedTuple):
@@ -56,27 +58,37 @@ class _Side(NamedTuple):
         )
         return virtualized.ops.truncdiv(short, _whole(self.dilation))
 
-    def covering(self, at: Any) -> Iterator[tuple[Any, Value, Value]]:
-        """Windows that can lie over a row, in order: which, at which place, and whether it does."""
-        at = at + self.padding
+    def covering(self, at: Any) -> Iterator[tuple[Any, Value]]:
+        """Windows that can lie over a row, in order: which, and at which place.
+
+        That is far below 0 where one does not lie over it.
+        """
+        at, reach = at + self.padding, (self.kernel - 1) * self.dilation
+        here = virtualized.ops.index_expr(at, _INT)
         latest = virtualized.ops.index_expr(FloorDiv(at, self.stride), _INT)
-        latest = virtualized.ops.minimum(latest, _whole(self.windows - 1))
+        end, farthest = self.windows - 1, self.size - 1 + self.padding
+        if farthest // self.stride > end:
+            latest = virtualized.ops.minimum(latest, _whole(end))
         for back in reversed(range(most_over(self.kernel, self.stride, self.dilation))):
-            window = virtualized.ops.sub(latest, _whole(back))
-            apart = virtualized.ops.sub(
-                virtualized.ops.index_expr(at, _INT),
-                virtualized.ops.mul(window, _whole(self.stride)),
-            )
-            reach = _whole((self.kernel - 1) * self.dilation)
-            there = virtualized.ops.and_(
-                virtualized.ops.ge(window, _whole(0)), virtualized.ops.le(apart, reach)
-            )
+            window = virtualized.ops.sub(latest, _whole(back)) if back else latest
+            apart = virtualized.ops.sub(here, virtualized.ops.mul(window, _whole(self.stride)))
+            place = apart
             if self.dilation > 1:
+                place = virtualized.ops.truncdiv(apart, _whole(self.dilation))
                 rest = virtualized.ops.mod(apart, _whole(self.dilation))
-                there = virtualized.ops.and_(there, virtualized.ops.eq(rest, _whole(0)))
-                apart = virtualized.ops.truncdiv(apart, _whole(self.dilation))
-            some = virtualized.ops.maximum(window, _whole(0))
-            yield virtualized.ops.indirect_indexing(some, self.windows, check=False), apart, there
+                place = _only(virtualized.ops.eq(rest, _whole(0)), place)
+            if back or max(self.stride - 1, farthest - end * self.stride) > reach:
+                place = _only(virtualized.ops.le(apart, _whole(reach)), place)
+            if back:
+                # With large steps one before the first is too far away.
+                if self.padding + self.stride <= reach:
+                    place = _only(virtualized.ops.ge(window, _whole(0)), place)
+                window = virtualized.ops.maximum(window, _whole(0))
+            yield virtualized.ops.indirect_indexing(window, self.windows, check=False), place
+
+
+def _only(holds: Value, place: Value) -> Value:
+    return virtualized.ops.where(holds, place, _whole(_NOWHERE))
 
 
 def _sides(image: Sequence[Any], windows: Sequence[Any], *numbers: Pair) -> list[_Side]:
@@ -132,12 +144,10 @@ def _pooled_backward(grad: Any, place: Any, *given: Any) -> Any:
         *before, at_row, at_column = index
         found = None
         over = product(rows.covering(at_row), columns.covering(at_column))
-        for (down, row, above), (across, column, beside) in over:
+        for (down, row), (across, column) in over:
             here = virtualized.ops.add(virtualized.ops.mul(row, _whole(columns.kernel)), column)
-            taken = virtualized.ops.eq(
-                virtualized.ops.to_dtype(where([*before, down, across]), _INT), here
-            )
-            taken = virtualized.ops.and_(virtualized.ops.and_(above, beside), taken)
+            taken = virtualized.ops.to_dtype(where([*before, down, across]), _INT)
+            taken = virtualized.ops.eq(taken, here)
             part = virtualized.ops.to_dtype(gradient([*before, down, across]), exact)
             part = virtualized.ops.where(taken, part, virtualized.ops.constant(0.0, exact))
             found = part if found is None else virtualized.ops.add(found, part)

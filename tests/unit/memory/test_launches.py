@@ -47,7 +47,7 @@ def grown(hole_bytes: int, *sizes: int) -> int:
     launches = Launches(DEVICE, hole_bytes)
     before = launches.reserved_bytes
     _, made = launches.capture(
-        lambda: [torch.empty(it * MANY, dtype=torch.uint8, device=DEVICE) for it in sizes]
+        lambda: [torch.zeros(it * MANY, dtype=torch.uint8, device=DEVICE) for it in sizes]
     )
     launches.over()
     found = launches.reserved_bytes - before
