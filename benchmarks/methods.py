@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ from benchmarks.workloads import Workload
 # Iterations before timing starts: of peers, and at most of ours (observed, verified and possibly
 # planned again).
 WARM_UP, WARM_UP_MOST = 5, 24
+# Runs forward and backward, and gives the loss.
+Attempt = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 _UNLIMITED = "1TiB"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -49,6 +52,9 @@ class Session:
         captures nothing under a dispatch mode.
     phases
         Of the iterations so far, but for the last one or two, which are told of later.
+    attempt
+        Runs forward and backward while it is warmed up: again, where the method can do that when
+        the device has run out of memory.
     """
 
     work: Workload
@@ -57,10 +63,11 @@ class Session:
     extras: Callable[[], Record]
     own_peak: Callable[[], int] | None = None
     phases: Callable[[], Sequence[str]] = tuple
+    attempt: Attempt = operator.call
 
-    def iterate(self, count: int) -> list[float]:
+    def iterate(self, count: int, attempt: Attempt = operator.call) -> list[float]:
         """Run iterations and wait for the device once, at the end."""
-        losses = [self._step().detach() for _ in range(count)]
+        losses = [self._step(attempt).detach() for _ in range(count)]
         return [loss.item() for loss in losses]
 
     def warm_up(self, enough: Callable[[], bool] = lambda: False) -> Record:
@@ -72,11 +79,11 @@ class Session:
             Asked after each iteration: whether that will do.
         """
         begun = time.perf_counter()
-        self.iterate(1)
+        self.iterate(1, self.attempt)
         record: Record = {"first_iteration_seconds": time.perf_counter() - begun}
         count = 1
         while not (enough() or self.settled(count)):
-            self.iterate(1)
+            self.iterate(1, self.attempt)
             count += 1
         return record | {"warm_up": count, "warm_up_seconds": time.perf_counter() - begun}
 
@@ -93,8 +100,8 @@ class Session:
             loss.backward()
         return loss
 
-    def _step(self) -> torch.Tensor:
-        loss = self.backward()
+    def _step(self, attempt: Attempt) -> torch.Tensor:
+        loss = attempt(self.backward)
         self.work.optimizer.step()
         self.work.optimizer.zero_grad()
         return loss
@@ -213,7 +220,8 @@ def _virtual(
     with belady.virtualize(work.model, budget, policy=policy, engine=engine) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
         own_peak = None if engine == ENGINES[OURS] else partial(_own_peak, vm)
-        yield vm, Session(work, Applied(work.model), settled, dict, own_peak, lambda: phases)
+        applied, told = Applied(work.model), partial(tuple, phases)
+        yield vm, Session(work, applied, settled, dict, own_peak, told, attempt=vm.step)
 
 
 def _own_peak(vm: belady.VirtualMemory) -> int:

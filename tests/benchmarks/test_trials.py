@@ -47,7 +47,7 @@ class _Iterations:
 class _Session(Session):
     iterations: _Iterations = field(default_factory=lambda: _Iterations(""))
 
-    def iterate(self, count: int) -> list[float]:
+    def iterate(self, count: int, attempt: Any = None) -> list[float]:
         for _ in range(count):
             self.iterations.run()
         return [0.0] * count
@@ -57,7 +57,8 @@ def session_of(iterations: _Iterations) -> Session:
     """A session that is settled after 20 iterations."""
     applied = Applied(nn.Identity())
     told = iterations.phases
-    return _Session(_work(), applied, lambda count: count >= 20, dict, None, told, iterations)
+    settled = (20).__le__
+    return _Session(_work(), applied, settled, dict, None, told, iterations=iterations)
 
 
 def _work() -> Any:
@@ -153,3 +154,30 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
         failed = trials.trial(work, opener, 100_000)
     assert failed is not None
     assert failed.least_bytes > 100_000
+
+
+@pytest.mark.parametrize("method", ["belady:auto", "belady-graph:auto", "checkpoint"])
+def test_only_ours_goes_back_while_it_is_warmed_up(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = WORKLOADS["alexnet"].make(Setting("fp32", device="cpu"), {}, True, 0)
+    runs, backward = 0, torch.Tensor.backward
+
+    def fails(self: torch.Tensor) -> None:
+        nonlocal runs
+        runs += 1
+        if runs in (4, 5):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        backward(self)
+
+    with opened(work, method) as opener, opener(1 << 40) as it:
+        monkeypatch.setattr(torch.Tensor, "backward", fails)
+        if not method.startswith("belady"):
+            with pytest.raises(torch.OutOfMemoryError):
+                it.warm_up()
+            return
+        found = it.warm_up()
+        assert runs == found["warm_up"] + 2
+        runs = 3
+        with pytest.raises(torch.OutOfMemoryError):
+            it.iterate(1)
