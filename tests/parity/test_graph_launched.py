@@ -30,6 +30,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.trace import Phase, Tier, Trace
 from belady.measure import verification
+from belady.measure.monitor import Monitor, Sample
 from belady.measure.unissued import Ask
 from belady.measure.verification import Verification
 from belady.memory.launches import Launches
@@ -250,6 +251,25 @@ def test_launches_that_gain_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch
     made = train(CNN, plain, "vdnn_all", monkeypatch)
     # Once, and then no more.
     assert [it.launched for it in made] == [2 * 3]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"), [(30 << 20, []), (60 << 20, ["60.00 MiB are left to"])]
+)
+def test_memory_that_only_a_step_uses_is_told_of(
+    nbytes: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after(self: Monitor, sample: Sample) -> None:
+        sample.beside_bytes = nbytes
+
+    monkeypatch.setattr(Monitor, "after", after)
+    training = Training(CNN)
+    launching_on_a_cpu(monkeypatch, training.models)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
+        training.run(plain, ITERATIONS)
+        run = vm.run()
+    assert run is not None
+    assert [it.partition(" the optimizer's")[0] for it in run.notes if "fused=True" in it] == said
 
 
 def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,12 @@ def between_bytes(kind: Kind) -> int:
         return 0
     parts = kind.force.drawn.parts
     loss = bytes_of(parts[0].joint.forward_outputs) + max(part.outside_bytes for part in parts)
-    stepping = max((it.beside_bytes for it in kind.samples), default=0)
-    return int(_PIECES * max(loss, stepping)) + _PAGES * PAGE_BYTES
+    return int(_PIECES * max(loss, stepping_bytes(kind))) + _PAGES * PAGE_BYTES
+
+
+def stepping_bytes(kind: Kind) -> int:
+    """The most that an optimizer's step has taken beside what it keeps; 0 where nobody counts."""
+    return max((it.beside_bytes for it in kind.samples), default=0)
 
 
 def bytes_of(nodes: Iterable[Any]) -> int:

@@ -28,12 +28,19 @@ from belady.measure.stages import Stage
 from belady.measure.verification import VERIFIED
 from belady.memory.carrier import Carrier
 from belady.memory.launches import captures
-from belady.units import format_seconds
+from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
 
 # How a report begins to say that they are.
 NOTE = "forward and backward are captured and launched in one piece each (CUDA graphs)"
+
+# What is said of the memory of a step that takes more than a part of the budget.
+_MATTERS = 0.04
+_STEPPING = (
+    "are left to the optimizer's step, which has no other memory where iterations are launched: "
+    "torch.optim's SGD, Adam, AdamW and Adagrad take next to none of it with fused=True"
+)
 
 # Most iterations in a row that a kind waits for until it is captured: twice as many each time that
 # what was captured is given back, since something else runs too. And most that it is tried for.
@@ -83,7 +90,10 @@ class Launching:
             return []
         *_, before = kind.prospect.instead
         took = format_seconds(kind.measured.seconds), format_seconds(before.seconds)
-        return [f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"]
+        said = [f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"]
+        if (stepping := kind.prospect.stepping_bytes) > _MATTERS * self._budget_bytes:
+            said.append(f"{format_bytes(stepping)} {_STEPPING}")
+        return said
 
     def begin(self, kind: Kind) -> None:
         """A plan is in force: see whether its iterations may be launched."""

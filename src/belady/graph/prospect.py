@@ -33,9 +33,11 @@ class Prospect:
     wanted, waited
         Iterations in a row after which it is captured; and those that were issued since it could
         be launched.
-    between_bytes, lacking_bytes
-        What the device has to have room for while nothing is launched; and what the first capture
-        lacked, None while none did.
+    between_bytes, stepping_bytes
+        What the device has to have room for while nothing is launched, and what an optimizer's step
+        takes of it.
+    lacking_bytes
+        What the first capture lacked, None while none did.
     """
 
     way: Way = Way.ISSUED
@@ -44,6 +46,7 @@ class Prospect:
     wanted: int = 1
     waited: int = 0
     between_bytes: int = 0
+    stepping_bytes: int = 0
     lacking_bytes: int | None = None
 
     @property
