@@ -372,7 +372,7 @@ def test_what_lacks_room_when_it_is_captured_goes_on(monkeypatch: pytest.MonkeyP
     assert [it.launched for it in made] == [0] * len(HOLES)
 
 
-@pytest.mark.parametrize("failing", range(1, len(HOLES)))
+@pytest.mark.parametrize("failing", [1, 2, len(HOLES) - 1])
 def test_a_capture_whose_blocks_do_not_fit_begins_with_other_holes(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
