@@ -53,8 +53,7 @@ class Session:
     phases
         Of the iterations so far, but for the last one or two, which are told of later.
     attempt
-        Runs forward and backward while it is warmed up: again, where the method can do that when
-        the device has run out of memory.
+        Runs forward and backward in the warm-up: again where memory ran out and the method can.
     """
 
     work: Workload
@@ -220,8 +219,8 @@ def _virtual(
     with belady.virtualize(work.model, budget, policy=policy, engine=engine) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
         own_peak = None if engine == ENGINES[OURS] else partial(_own_peak, vm)
-        applied, told = Applied(work.model), partial(tuple, phases)
-        yield vm, Session(work, applied, settled, dict, own_peak, told, attempt=vm.step)
+        applied = Applied(work.model)
+        yield vm, Session(work, applied, settled, dict, own_peak, lambda: phases, vm.step)
 
 
 def _own_peak(vm: belady.VirtualMemory) -> int:
