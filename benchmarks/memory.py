@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+from collections.abc import Callable
 
 import torch
 
@@ -38,6 +39,17 @@ def tidy(work: Workload | None, error: BaseException | None = None) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def going_back(
+    vm: belady.VirtualMemory, work: Workload, backward: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Run forward and backward, and where memory runs out once more, as its user is told to."""
+    try:
+        return backward()
+    except torch.OutOfMemoryError as error:
+        tidy(work, error)
+    return vm.step(backward)
 
 
 def retries_so_far() -> int:

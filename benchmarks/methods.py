@@ -25,13 +25,13 @@ from benchmarks.average import held_on_average
 from benchmarks.bounds import bound_of_own
 from benchmarks.cases import ENGINES, OURS, OWN, Record
 from benchmarks.copies import lane_rates
+from benchmarks.memory import going_back
 from benchmarks.peers import PEERS, Applied, Peer
 from benchmarks.workloads import Workload
 
 # Iterations before timing starts: of peers, and at most of ours (observed, verified and possibly
 # planned again).
 WARM_UP, WARM_UP_MOST = 5, 24
-# Runs forward and backward, and gives the loss.
 Attempt = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 _UNLIMITED = "1TiB"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -219,8 +219,8 @@ def _virtual(
     with belady.virtualize(work.model, budget, policy=policy, engine=engine) as vm:
         vm.listeners.append(lambda stats: phases.append(stats.phase))
         own_peak = None if engine == ENGINES[OURS] else partial(_own_peak, vm)
-        applied = Applied(work.model)
-        yield vm, Session(work, applied, settled, dict, own_peak, lambda: phases, vm.step)
+        applied, again = Applied(work.model), partial(going_back, vm, work)
+        yield vm, Session(work, applied, settled, dict, own_peak, lambda: phases, again)
 
 
 def _own_peak(vm: belady.VirtualMemory) -> int:

@@ -393,6 +393,30 @@ def test_a_capture_whose_blocks_do_not_fit_begins_with_other_holes(
     assert last.launched >= 10
 
 
+def test_what_was_lacking_is_known_where_another_way_fails_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    planned, capture = Verification.launched, Rerun.capture
+
+    def note(self: Verification, *given: Any) -> Any:
+        asked.append(given[2])
+        return planned(self, *given)
+
+    def fails(self: Rerun, issue: Any) -> Any:
+        if self.hole_bytes:
+            raise RuntimeError("cannot be captured")
+        return capture(self, issue)
+
+    monkeypatch.setattr(Verification, "launched", note)
+    monkeypatch.setattr(Rerun, "capture", fails)
+    monkeypatch.setattr(Rerun, "reserved", (1 << 30) - 5)
+    made = train(CNN, plain, "vdnn_all", monkeypatch)
+    # Both plans, each in two ways.
+    assert [it.hole_bytes > 0 for it in made] == [False, True] * 2
+    assert asked[1] > asked[0]
+
+
 def test_a_capture_that_holds_too_much_is_not_tried_in_other_ways(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

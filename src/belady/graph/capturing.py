@@ -75,11 +75,10 @@ class Attempt:
             # Frames of what failed may be in cycles; the pool stays as long as one of them does.
             gc.collect()
             launches.forget()
-            if not lacking:
-                return None, 0
-            least = min(least or lacking, lacking)
-            if launches.peak_bytes > self.room_bytes or time.monotonic() > until:
-                # What is held at once fits nowhere.
+            if lacking:
+                least = min(least or lacking, lacking)
+            # What is held at once fits nowhere.
+            if not lacking or launches.peak_bytes > self.room_bytes or time.monotonic() > until:
                 break
         return None, least
 
