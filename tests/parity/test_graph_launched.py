@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import belady
 from belady.errors import StaleValueError
-from belady.graph import launching
+from belady.graph import capturing, launching
 from belady.graph.capturing import HOLES
 from belady.graph.joint import whole_graph
 from belady.graph.kinds import Kind
@@ -26,6 +27,7 @@ from belady.graph.launched import Launched
 from belady.graph.launching import Launching
 from belady.graph.layout import Layout
 from belady.graph.placing import Places
+from belady.graph.prospect import Prospect
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.trace import Phase, Tier, Trace
@@ -393,6 +395,41 @@ def test_a_capture_whose_blocks_do_not_fit_begins_with_other_holes(
     assert last.launched >= 10
 
 
+def test_for_longer_than_another_plan_would_take_nothing_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Rerun, "reserved", 1 << 40)
+    training = Training(CNN)
+    made = launching_on_a_cpu(monkeypatch, training.models)
+    monkeypatch.setattr(capturing, "_MOST_S", -1.0)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(plain, ITERATIONS)
+    assert [it.hole_bytes for it in made] == [0]
+
+
+def test_the_least_that_was_lacking_is_what_another_plan_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lacking: list[int] = []
+    lacks = Prospect.lacks
+
+    def note(self: Prospect, nbytes: int) -> None:
+        lacking.append(nbytes)
+        lacks(self, nbytes)
+
+    begin, reserved = Rerun.__init__, iter([9, 3, 5, *[7] * 40])
+
+    def over(self: Rerun, *given: Any) -> None:
+        begin(self, *given)
+        self.reserved = (1 << 30) + next(reserved)
+
+    monkeypatch.setattr(Prospect, "lacks", note)
+    monkeypatch.setattr(Rerun, "__init__", over)
+    train(CNN, plain, "vdnn_all", monkeypatch)
+    first, second = lacking
+    assert second - first == 7 - 3
+
+
 def test_what_was_lacking_is_known_where_another_way_fails_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -740,6 +777,7 @@ def test_a_gpu_has_its_memory_back_at_once_when_a_capture_fails(
 ) -> None:
     """What comes next needs it, and garbage may be collected long after."""
     monkeypatch.setattr(launching, "_GAINS", -100.0)
+    monkeypatch.setattr(capturing, "_MOST_S", math.inf)
     capture, captured = Launches.capture, Launching._captured
     tried: list[tuple[int, int]] = []
     left: list[set[tuple[int, int]]] = []

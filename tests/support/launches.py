@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -111,6 +112,7 @@ def launching_on_a_cpu(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Modu
         return made[-1]
 
     monkeypatch.setattr(capturing, "Launches", launches)
+    monkeypatch.setattr(capturing, "_MOST_S", math.inf)
     monkeypatch.setattr(launching, "captures", lambda device: True)
     monkeypatch.setattr(launching, "_GAINS", -100.0)
     # There is no other tier below a CPU, and to fixed places it is memory anyway.

@@ -91,7 +91,7 @@ class Attempt:
         except (RuntimeError, TierFullError) as error:
             _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
             if isinstance(error, torch.OutOfMemoryError):
-                lacking = self.room_bytes // _PART
+                lacking = max(1, self.room_bytes // _PART)
         launches.over()
         if launched is not None and launches.reserved_bytes > self.room_bytes:
             lacking = launches.reserved_bytes - self.room_bytes

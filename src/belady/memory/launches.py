@@ -7,9 +7,10 @@ lies where it lay when it was captured.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -90,7 +91,7 @@ class Launches:
         give_up(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream_of(device, threading.get_ident())
         self._pool = torch.cuda.graph_pool_handle()
         count_as_ours(self._pool)
 
@@ -151,8 +152,10 @@ class Launches:
             # The end of any other capture puts the generator right.
             another = torch.cuda.CUDAGraph()
             another.capture_begin(capture_error_mode="thread_local")
-            torch.empty(1, device=self._device).zero_()
-            another.capture_end()
+            try:
+                torch.empty(1, device=self._device).zero_()
+            finally:
+                another.capture_end()
             raise
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -187,6 +190,16 @@ class Launches:
     def reserved_bytes(self) -> int:
         """What torch's allocator reserves by now, for all."""
         return torch.cuda.memory_reserved(self._device)
+
+
+@cache
+def _stream_of(device: torch.device, _thread: int) -> torch.cuda.Stream:
+    """The stream on which a thread captures.
+
+    Torch has a few dozen, which it gives out in turn: with one of its own for each capture, some
+    would be those on which copies go.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def captures(device: torch.device) -> bool:
