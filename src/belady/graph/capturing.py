@@ -1,8 +1,7 @@
 """An iteration is captured, with blocks placed in other ways until one of them has room enough.
 
-What is captured keeps its places, so what best fit loses between blocks is lost for good, and a
-small change decides how much that is. Of the sequence recorded at one plan for ResNet-50 (batch
-256, in 4.5 GiB) most ways of beginning lose a tenth, and some nothing.
+What is captured keeps its places, so what best fit loses between blocks is lost for good. How much
+that is depends on where the first blocks lie, in a way that nothing foretells: so it is tried.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from belady.units import format_bytes
 
 _log = logging.getLogger("belady")
 
-# What a pool begins with, as a part of the largest value: a hole. Of those tried on that sequence a
-# third did, and none is better than others elsewhere.
+# What a pool begins with, as a part of the largest value: a hole. None is known to be better than
+# others, and nothing is tried first.
 HOLES = (0, 1, 1 / 2, 2 / 3, 1 / 3, 3 / 4, 1 / 4, 5 / 6, 5 / 12, 11 / 12, 7 / 12, 1 / 6)
 # Seconds after which no other is tried: another plan is asked for, and compiled.
 _MOST_S = 15.0
