@@ -97,6 +97,8 @@ class _Writing:
             if more or wider:
                 options = {"memory_format": torch.contiguous_format}
                 made = self._call(product, _aten.clone.default, made, **options)
+        # It lies as the product did; what shows it was traced on the bytes of that.
+        made.meta["val"] = fake_value(product)
         turned = [node for node in product.all_input_nodes if node.target in _SWAPS]
         product.replace_all_uses_with(made)
         for node in (product, *turned):

@@ -17,6 +17,7 @@ from belady.graph.capture import Captured
 from belady.graph.doors import fake_value
 from belady.graph.kinds import Force, Kind, all_go_back
 from belady.graph.launching import Launching, gains
+from belady.graph.ops import is_fused
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
@@ -36,11 +37,11 @@ from belady.planners import POLICIES
 from belady.planners import plan as make_plan
 from belady.sections.losses import MATTERS, Losses
 
-# Kernels that nobody has watched can take many times what was guessed.
-_SLOWER = 4.0
-
 if TYPE_CHECKING:
     from belady.graph.inductor import Inductor
+
+# Where runs of ops are compiled.
+_COMPILED = Kernels(at_seams, seams_of, lambda op: is_fused(op.name))
 
 
 class Planning:
@@ -79,7 +80,9 @@ class Planning:
         self._verification = (
             Verification(policy, hardware)
             if inductor is None
-            else Verification(policy, hardware, Kernels(at_seams, seams_of, _SLOWER))
+            else Verification(
+                policy, hardware, Kernels(at_seams, seams_of, lambda op: is_fused(op.name))
+            )
         )
         self._places = Places(carrier.device, modules)
         self.launching = Launching(modules, carrier, policy.budget.device_bytes, self._places)

@@ -188,6 +188,8 @@ def _rewrite(pool: fx.Node, index: fx.Node) -> None:
         reader.target = MAX_POOL_BACKWARD
         reader.args = (reader.args[0], index, *numbers, *lies)
         given = (fake_value(it) for it in reader.args[:2])  # type: ignore[arg-type]
-        reader.meta["val"] = MAX_POOL_BACKWARD(*given, *numbers, *lies)
+        made, known = MAX_POOL_BACKWARD(*given, *numbers, *lies), fake_value(reader)
+        # What shows parts of it was traced on the bytes of what is known of it.
+        reader.meta["val"] = known.as_strided(made.shape, made.stride())
     for node in (pool, index, *readers):
         node.meta.pop("tensor_meta", None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from belady.ir.hardware import HardwareProfile
+from belady.ir.ops import Op
 from belady.ir.plan import Plan
 from belady.ir.timeline import Cause, Lane
 from belady.ir.trace import Phase, Trace
@@ -17,8 +20,14 @@ from belady.simulate.engine import kernel_seconds
 
 # Ops that take less are corrected together with those after them.
 _TOGETHER_S = 2e-4
-# What is too little to correct, of all kernels; and how many times as fast ops can be.
-_AGREES, _FASTEST = 0.01, 4.0
+# What is too little to correct, of all kernels.
+_AGREES = 0.01
+# How many times as fast ops can be that were watched, or where the host may have been late; and as
+# slow, of which nobody has watched the kernel.
+_FASTEST, _SLOWEST = 4.0, 4.0
+# What those take at least, of a stretch; and how many times as slow as the others, by their bytes,
+# one of them is thought to be.
+_LEAST, _UNUSUAL = 0.05, 2.0
 # How often the seconds of ops follow from those of others.
 _LOOKS = 2
 
@@ -38,12 +47,17 @@ class _Work:
     ----------
     others
         Seconds of what else, see `_others`.
+    made
+        Whether a compiler makes the kernel of an op.
     """
 
-    def __init__(self, trace: Trace, plan: Plan, others: Sequence[float]) -> None:
+    def __init__(
+        self, trace: Trace, plan: Plan, others: Sequence[float], made: Callable[[Op], bool]
+    ) -> None:
         self.ops = trace.ops
         self._own = kernel_seconds(trace, plan)
         self._others = others
+        self._guessed = _guessed(trace, self._own, made)
 
     @property
     def seconds(self) -> float:
@@ -62,13 +76,32 @@ class _Work:
         """Whether it is what runs between graphs, of which nothing is known from watching."""
         return all(op.phase is Phase.LOSS for op in self.ops[it.start : it.stop])
 
+    def shares(self, it: _Stretch, seconds: float, *, late: bool) -> Iterator[float]:
+        """What each op takes in a stretch of so many ``seconds``, of what the trace has for it.
+
+        A kernel that was watched takes what it took then, or less: what lasts longer waits for the
+        host, or shares the device with copies. What is left is of those that a compiler makes; what
+        these cannot take is of all.
+        """
+        own, guesses = self._own[it.start : it.stop], self._guessed[it.start : it.stop]
+        guessed = sum(guess for guess in guesses if guess is not None)
+        watched = sum(s for s, guess in zip(own, guesses, strict=True) if guess is None)
+        left = min(max(seconds - watched, _LEAST * seconds), _SLOWEST * guessed)
+        of_all = seconds / (watched + left)
+        if late or not guessed:
+            of_all = min(of_all, 1.0)
+        for one, guess in zip(own, guesses, strict=True):
+            least = 1 / _FASTEST if late or guess is None else 0.0
+            made = 1.0 if guess is None or not one else left / guessed * guess / one
+            yield max(of_all * made, least)
+
 
 def with_pace_of(
     trace: Trace,
     plan: Plan,
     hardware: HardwareProfile,
     samples: Sequence[Sample],
-    slower: float = 1.0,
+    made: Callable[[Op], bool] = lambda op: False,
 ) -> Trace | None:
     """The trace with device seconds as they are between the boundaries that an engine passed.
 
@@ -79,9 +112,9 @@ def with_pace_of(
     ----------
     samples
         Where the device was held back in some, these alone count.
-    slower
-        How many times as slow ops can become. A kernel that was watched takes no longer than the
-        trace has it: what lasts longer waits for the host, or shares the device with copies.
+    made
+        Whether a compiler makes the kernel of an op, together with others, so that nobody has
+        watched it.
     """
     if trace.device == "cpu":
         return None
@@ -91,7 +124,7 @@ def with_pace_of(
     # What is made again is of ops before: it is known better once they are.
     for _ in range(_LOOKS if paced else 0):
         others = _others(found or trace, hardware, plan, late=not held)
-        found = _at_pace(trace, paced, _Work(trace, plan, others), slower)
+        found = _at_pace(trace, paced, _Work(trace, plan, others, made), late=not held)
     return found
 
 
@@ -111,21 +144,45 @@ def _others(trace: Trace, hardware: HardwareProfile, plan: Plan, *, late: bool) 
     return found
 
 
+def _guessed(trace: Trace, own: Sequence[float], made: Callable[[Op], bool]) -> list[float | None]:
+    """What is guessed of each op of which a compiler makes the kernel; None of the others.
+
+    That is what the op took by itself, but where it reads and writes much more slowly than most:
+    some ops run in many small ones where nobody compiles them.
+    """
+    moved = [
+        (seconds, sum(trace.storages[trace.values[it].storage].nbytes for it in touched))
+        for seconds, touched in zip(own, ({*op.reads, *op.writes} for op in trace.ops), strict=True)
+    ]
+    ours = [made(op) for op in trace.ops]
+    usual = _usual([it for it, is_ours in zip(moved, ours, strict=True) if is_ours])
+    return [
+        min(seconds, _UNUSUAL * usual * nbytes or seconds) if is_ours else None
+        for (seconds, nbytes), is_ours in zip(moved, ours, strict=True)
+    ]
+
+
+def _usual(moved: Sequence[tuple[float, int]]) -> float:
+    """Seconds a byte of those, in their order, in the middle of all bytes; 0 without any."""
+    paces = sorted((seconds / nbytes, nbytes) for seconds, nbytes in moved if nbytes)
+    passed = list(accumulate(nbytes for _, nbytes in paces))
+    return paces[bisect_left(passed, passed[-1] / 2)][0] if paces else 0.0
+
+
 def _at_pace(
-    trace: Trace, paced: Sequence[Mapping[tuple[int, int], float]], work: _Work, slower: float
+    trace: Trace, paced: Sequence[Mapping[tuple[int, int], float]], work: _Work, *, late: bool
 ) -> Trace | None:
     """The trace with seconds as they were between boundaries; None if they agree."""
     shared = set(paced[0]).intersection(*paced[1:])
     ops, off = list(trace.ops), 0.0
     for it in _stretches({ends: min(each[ends] for each in paced) for ends in shared}, work):
         own, left = work.own(it), it.seconds - work.others(it)
+        here = ops[it.start : it.stop]
         if work.is_outside(it):
-            left = max(left, 0.0)
-            one = left / (it.stop - it.start)
-            found = [replace(op, device_seconds=one) for op in ops[it.start : it.stop]]
+            one = max(left, 0.0) / len(here)
+            found = [replace(op, device_seconds=one) for op in here]
         elif own > 0 and left > 0:
-            share = min(max(left / own, 1 / _FASTEST), slower)
-            found = [faster(op, share) for op in ops[it.start : it.stop]]
+            found = list(map(faster, here, work.shares(it, left, late=late)))
         else:
             continue
         off += abs(sum(op.device_seconds for op in found) - own)

@@ -10,6 +10,7 @@ from time import perf_counter
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
+from belady.ir.ops import Op
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier, Trace
@@ -52,13 +53,13 @@ class Kernels:
         A plan as it is carried out with them.
     seams
         Boundaries of a trace at which an action divides no kernel.
-    slower
-        How many times as slow as the trace has them they can be: see `with_pace_of`.
+    made
+        Whether a compiler makes the kernel of an op: see `with_pace_of`.
     """
 
     fitted: Callable[[Trace, HardwareProfile, Plan], Plan] = lambda *given: given[-1]
     seams: Callable[[Trace], Sequence[int]] = lambda trace: range(len(trace.ops) + 1)
-    slower: float = 1.0
+    made: Callable[[Op], bool] = lambda op: False
 
 
 # Each op has its own, as when it was watched.
@@ -269,7 +270,7 @@ class Verification:
     ) -> Trace:
         """The trace with the times of ops as iterations under the plan show them."""
         trace = with_host_of(trace, samples) or trace
-        return with_pace_of(trace, plan, hardware, samples, self._kernels.slower) or trace
+        return with_pace_of(trace, plan, hardware, samples, self._kernels.made) or trace
 
     def _tell(self, *notes: str) -> None:
         self.notes += notes

@@ -18,7 +18,7 @@ from tests.unit.simulate.cases import gpu, plan_of, trace_of
 FOUR = trace_of([1.0, 1.0, 1.0, 1.0], [(1, 0, 3)])
 KEPT = plan_of(FOUR)
 # Kernels that nobody has watched.
-pace_of = partial(with_pace_of, slower=4.0)
+pace_of = partial(with_pace_of, made=lambda op: True)
 
 
 def paced(*between: tuple[int, int, float]) -> Sample:
@@ -121,3 +121,38 @@ def test_a_pace_that_agrees_or_was_not_taken_changes_nothing(trace: Trace) -> No
     assert pace_of(trace, plan, gpu(), [paced((0, 1, 1.03), (1, 4, 3.0))]) is None
     changed = pace_of(trace, plan, gpu(), [paced((0, 4, 2.0))])
     assert (changed is None) == (trace.device == "cpu")
+
+
+def test_what_a_compiler_makes_takes_what_is_left() -> None:
+    """Of a library's kernel nobody makes another: it takes what it was seen to take."""
+    trace = trace_of([1.0, 1.0, 3.0])
+    ops = (replace(trace.ops[0], name="library"), *trace.ops[1:])
+    trace = replace(trace, ops=ops)
+    plan = plan_of(trace)
+
+    def seconds(whole: float, *, held: bool) -> list[float]:
+        sample = replace(paced((0, 3, whole)), held=held)
+        found = with_pace_of(trace, plan, gpu(), [sample], lambda op: op.name != "library")
+        assert found is not None
+        return [op.device_seconds for op in found.ops]
+
+    assert seconds(3.0, held=True) == [1.0, 0.5, 1.5]
+    # As fast as they are, where nothing waits for the host; nothing takes nothing.
+    assert seconds(1.04, held=True) == pytest.approx([0.9886, 0.0129, 0.0386], abs=1e-4)
+    assert seconds(1.04, held=False) == pytest.approx([0.9886, 0.25, 0.75], abs=1e-4)
+    # What takes many times what was guessed is not the compiler's doing alone.
+    assert seconds(34.0, held=True) == [2.0, 8.0, 24.0]
+    assert seconds(34.0, held=False) == [1.0, 4.0, 12.0]
+
+
+def test_an_op_that_runs_in_many_small_ones_is_guessed_by_its_bytes() -> None:
+    trace = trace_of([1.0, 1.0, 1.0, 97.0, 97.0], [(100, 0, 3)] * 4)
+    ops = (replace(op, reads=(index,)) for index, op in enumerate(trace.ops[:4]))
+    # Of what reads nothing its own seconds are all that is known.
+    trace = replace(trace, ops=(*ops, trace.ops[4]))
+    plan = plan_of(trace)
+    for samples, expected in (((0, 4, 5.0), [1.0, 1.0, 1.0, 2.0, 97.0]), ((3, 5, 9.9), [0.2, 9.7])):
+        found = pace_of(trace, plan, gpu(), [replace(paced(samples), held=True)])
+        assert found is not None
+        seconds = [op.device_seconds for op in found.ops]
+        assert seconds[-len(expected) :] == pytest.approx(expected)
