@@ -118,7 +118,8 @@ def with_pace_of(
     """
     if trace.device == "cpu":
         return None
-    taken = [sample for sample in samples if sample.paced]
+    # While the allocator flushes its cache the device waits for the host, too.
+    taken = [sample for sample in samples if sample.paced and not sample.retries]
     held = [sample for sample in taken if sample.held]
     paced, found = [sample.paced for sample in held or taken], None
     # What is made again is of ops before: it is known better once they are.

@@ -59,6 +59,12 @@ def test_what_not_all_iterations_passed_says_nothing() -> None:
     assert seconds_with(FOUR, KEPT, *samples) == [0.5, 0.5, 1.0, 1.0]
 
 
+def test_an_iteration_in_which_the_allocator_flushed_its_cache_says_nothing() -> None:
+    flushed = replace(paced((0, 4, 2.0)), retries=1, held=True)
+    assert pace_of(FOUR, KEPT, gpu(), [flushed]) is None
+    assert seconds_with(FOUR, KEPT, flushed, paced((0, 2, 1.0))) == [0.5, 0.5, 1.0, 1.0]
+
+
 def test_what_is_made_again_is_no_part_of_the_ops_that_ask_for_it() -> None:
     made_again = plan_of(FOUR, Recompute((0,), 3))
     assert simulate(FOUR, gpu(), made_again).seconds == 5.0
