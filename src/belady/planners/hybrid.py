@@ -109,6 +109,10 @@ class _Search:
         prices = [self._priced(plan, plan.predicted_seconds)[1] for plan in plans]
         self._price = min(prices)
         self.best = plans[prices.index(self._price)]
+        # All that a plan decides takes seconds, so none has a lower price.
+        self._least = iteration_seconds(
+            case.trace, case.hardware, replace(self.best, assignments=())
+        )
         self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, self.best))
         self._left: float = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
         self._prices: dict[Wish, float] = {}
@@ -128,7 +132,7 @@ class _Search:
         """The plan of the lowest price found."""
         tries = self._left
         at = self._descended()
-        if self._gained and tries >= _FEW:
+        if self._gained and tries >= _FEW and self._price > self._least:
             # It makes mixes worth their replays that are not without; the way to others is lost.
             self._led, self._left = True, tries
             self._prices.clear()
@@ -178,7 +182,7 @@ class _Search:
         order = sorted(self._mixer.ways.cost, key=lambda v: (values[v].first_save, v))
         rng, tries = random.Random(0), max(1.0, self._left)
         now, unstalled = self._prices[at], boundary_times(self._case.trace, None)
-        while self._left > 0 and self._price > _NEAR * kernels:
+        while self._left > 0 and self._price > max(_NEAR * kernels, self._least):
             heat = _HEAT * self._left / tries
             other = _neighbour(rng, at, order, self._limits)
             if other in self._prices:
@@ -198,7 +202,7 @@ class _Search:
             # Replays and copies make compute later, which changes when copies are due.
             for guess in begun:
                 times: Times | None = guess
-                while times is not None and self._left > 0:
+                while times is not None and self._left > 0 and self._price > self._least:
                     self._left -= 1
                     times = self._settle(wish, times, most)
         return self._prices[wish]

@@ -6,6 +6,7 @@ ops. That room is spread over values that stay and copies under way.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from belady.ir.curves import curve
+from belady.ir.hardware import Link
 from belady.ir.margin import rooms
 from belady.ir.plan import Offload, Plan
 from belady.ir.residency import offload_boundaries
@@ -28,6 +30,7 @@ _SMALL = 4.0
 
 Bytes = NDArray[np.int64]
 Times = NDArray[np.float64]
+Route = list[tuple[Lane, Link]]
 
 
 class Spread:
@@ -47,12 +50,16 @@ class Spread:
         trace = case.trace
         self._case, self._trace = case, trace
         self._times = times
-        self._anchors = np.array(trace.anchors or range(len(trace.ops) + 1))
+        self._anchors = trace.anchors or range(len(trace.ops) + 1)
         self.moves = dict(moves)
         self.slack = slack.copy()
         self._nbytes = {value: held_bytes(case, value) for value in moves}
         self._alone = alone(trace, moves)
-        self._seconds = {value: copy_seconds(case, value, moves[value].tier) for value in moves}
+        # Of few tiers, for each value of each mix that is tried.
+        ways = {tier: routes(case.hardware, tier) for tier in {it.tier for it in moves.values()}}
+        self._seconds = {
+            value: copy_seconds(trace, value, *ways[it.tier]) for value, it in moves.items()
+        }
 
     def keep(self, reserve: float) -> None:
         """Let values stay that fit beside the reserve, in the order of `asked`.
@@ -93,7 +100,7 @@ class Spread:
             until = start
             if value in self._alone:
                 # The engine acts at anchors: at the next one if there is room until then.
-                ended = self._next_anchor(int(np.searchsorted(self._times, ends[value])))
+                ended = self._next_anchor(int(self._times.searchsorted(ends[value])))
                 wanted = min(ended, stop - 1)
                 until = max(until, first_short(self.slack, start, wanted, self._nbytes[value]))
             until = self._last_anchor(until)
@@ -117,7 +124,7 @@ class Spread:
                 continue
             move = self.moves[value]
             start, stop = self._away(value)
-            begun = int(np.searchsorted(self._times, due[value], side="right")) - 1
+            begun = int(self._times.searchsorted(due[value], side="right")) - 1
             wanted = self._last_anchor(begun)
             since = last_short(self.slack, max(wanted, start), stop, self._nbytes[value])
             since = self._next_anchor(since)
@@ -139,23 +146,23 @@ class Spread:
         return due
 
     def _last_anchor(self, boundary: int) -> int:
-        at = int(np.searchsorted(self._anchors, boundary, side="right")) - 1
-        return int(self._anchors[at]) if at >= 0 else 0
+        at = bisect_right(self._anchors, boundary) - 1
+        return self._anchors[at] if at >= 0 else 0
 
     def _next_anchor(self, boundary: int) -> int:
-        at = int(np.searchsorted(self._anchors, boundary))
-        return int(self._anchors[at]) if at < len(self._anchors) else len(self._trace.ops)
+        at = bisect_left(self._anchors, boundary)
+        return self._anchors[at] if at < len(self._anchors) else len(self._trace.ops)
 
 
 def first_short(slack: Bytes, start: int, stop: int, nbytes: int) -> int:
     """First op from ``start`` to ``stop`` that has no room for ``nbytes``, or ``stop``."""
-    short = np.flatnonzero(slack[start:stop] < nbytes)
+    (short,) = (slack[start:stop] < nbytes).nonzero()
     return start + int(short[0]) if len(short) else stop
 
 
 def last_short(slack: Bytes, start: int, stop: int, nbytes: int) -> int:
     """One past the last op from ``start`` to ``stop`` that has no room, or ``start``."""
-    short = np.flatnonzero(slack[start:stop] < nbytes)
+    (short,) = (slack[start:stop] < nbytes).nonzero()
     return start + int(short[-1]) + 1 if len(short) else start
 
 
@@ -232,10 +239,9 @@ def boundary_times(trace: Trace, timeline: Timeline | None) -> Times:
     return np.minimum.accumulate(times[::-1])[::-1]
 
 
-def copy_seconds(case: Case, value: int, tier: Tier) -> tuple[float, float]:
+def copy_seconds(trace: Trace, value: int, out: Route, back: Route) -> tuple[float, float]:
     """Duration of the copy-out and of the copy-in; through several links, of the slowest."""
-    nbytes = case.trace.storages[case.trace.values[value].storage].nbytes
-    out, back = routes(case.hardware, tier)
+    nbytes = trace.storages[trace.values[value].storage].nbytes
     return (
         max(link.seconds(nbytes) for _, link in out),
         max(link.seconds(nbytes) for _, link in back),

@@ -66,10 +66,8 @@ def run(tasks: Iterable[Task]) -> None:
     copying = [it for it in lanes.values() if any(task.link is not None for task in it.tasks)]
     others = [it for it in lanes.values() if it not in copying]
     running: list[Task] = []
+    _go_on(others)
     while True:
-        # A lane that goes on may let another one of them go on.
-        while any(it.advance() for it in others):
-            pass
         heads = [(it, it.start()) for it in copying if not it.busy]
         times = [task.end for task in running] + [at for _, at in heads if at is not None]
         if not times:
@@ -81,9 +79,17 @@ def run(tasks: Iterable[Task]) -> None:
             for task in ended:
                 task.done = True
                 lanes[task.lane].end(task)
+            _go_on(others)
         else:
+            # Nothing has ended, so whatever is blocked still is.
             running += [it.begin(now) for it, at in heads if at == now]
         _share_links(running, now)
+
+
+def _go_on(lanes: Sequence[_Queue]) -> None:
+    """Let lanes without copies go on as far as they can; one that does may let another one."""
+    while any(lane.advance() for lane in lanes):
+        pass
 
 
 @dataclass(slots=True, eq=False)

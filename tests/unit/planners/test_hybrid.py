@@ -15,6 +15,7 @@ from belady.ir.replay import sources
 from belady.ir.trace import Tier, Trace
 from belady.planners import plan, smallest_budget
 from belady.planners.hybrid import HYBRID, _Search
+from belady.planners.mix import Mixer
 from belady.planners.wish import Wish
 from belady.simulate import bound, simulate
 from tests.support.builder import OpSpec, build_trace
@@ -97,11 +98,21 @@ def test_a_chain_of_cheap_ops_takes_little_more_than_it_must(share: float) -> No
     ids=["slow link", "fast link", "cpu", "vgg", "random", "random on a cpu"],
 )
 def test_never_slower_than_copies_alone(trace: Trace, hardware: HardwareProfile) -> None:
-    for budget in budgets(trace, hardware, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        made = plan("hybrid", trace, hardware, budget)
+    asked = budgets(trace, hardware, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    found = [plan("hybrid", trace, hardware, budget) for budget in asked]
+    for budget, made in zip(asked, found, strict=True):
         assert made.predicted_seconds <= seconds("lifetime", trace, hardware, budget)
         assert check(trace, hardware, made, budget).ok
-        assert plan("hybrid", trace, hardware, budget) == made
+    # The same once more, where all kinds of tries are made.
+    assert plan("hybrid", trace, hardware, asked[1]) == found[1]
+
+
+def test_nothing_is_tried_where_no_plan_can_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A host that is slower than the device leaves none to find, however long its kernels take.
+    trace = build_trace([OpSpec(nbytes=MB, device_us=5, host_us=50, replayable=True)] * 8)
+    monkeypatch.setattr(Mixer, "make", lambda *_: pytest.fail("a mix was tried"))
+    keep = simulate(trace, gpu(), Plan(trace.fingerprint, "keep", PLENTY)).seconds
+    assert plan("hybrid", trace, gpu(), PLENTY).predicted_seconds == keep
 
 
 def test_without_replays_it_is_the_lifetime_policy() -> None:

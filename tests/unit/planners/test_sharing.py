@@ -16,7 +16,7 @@ from belady.planners.mix import Mixer
 from belady.planners.moves import Case
 from belady.planners.sharing import held, passing
 from belady.planners.spread import boundary_times
-from belady.planners.wish import Wish
+from belady.planners.wish import Away, Wish
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import random_trace
 from tests.unit.planners.nets import gpu
@@ -72,14 +72,31 @@ def test_without_room_nothing_is_shared() -> None:
     assert max(_runs(alone).values()) > 1
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+# Of the first twelve those in which something can be shared: of others both plans are the same one.
+@pytest.mark.parametrize(
+    ("share", "seed"),
+    [
+        *((0.1, seed) for seed in (0, 1, 3, 5, 7, 9, 11)),
+        *((0.3, seed) for seed in (0, 1, 2, 3, 7, 9, 10, 11)),
+        *((0.6, seed) for seed in (0, 1, 11)),
+    ],
+)
 def test_sharing_makes_no_plan_slower(
     seed: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace, hardware = random_trace(seed, 60), gpu(link_rate=SLOW)
     (budget,) = budgets(trace, hardware, share)
+    shared: list[bool] = []
+    sharing_of = Mixer._sharing
+
+    def noted(mixer: Mixer, made: Plan, wish: Wish, away: Away) -> Plan | None:
+        found = sharing_of(mixer, made, wish, away)
+        shared.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Mixer, "_sharing", noted)
     sharing = plan("hybrid", trace, hardware, budget)
+    assert any(shared)
     monkeypatch.setattr(Mixer, "_sharing", lambda *_: None)
     alone = plan("hybrid", trace, hardware, budget)
     assert sharing.predicted_seconds <= 1.001 * alone.predicted_seconds
