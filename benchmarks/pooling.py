@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from belady.graph.pools import MAX_POOL, MAX_POOL_BACKWARD
 from benchmarks.cases import Record
 from benchmarks.questions import Asked, timed
 
@@ -28,6 +27,9 @@ def pooling(asked: Asked) -> Iterator[Record]:
     """
     if asked.device.type != "cuda":
         return
+    # Not at the top, as it loads the compiler: more than half of the start of every other verb.
+    from belady.graph.pools import MAX_POOL
+
     import_module("belady.graph.windows")  # tells Inductor how
     for channels, part, numbers in _SHAPES:
         edge = asked.edge // part
@@ -79,6 +81,8 @@ def _inductors(grad: torch.Tensor, x: torch.Tensor, where: torch.Tensor, *number
 
 
 def _in_windows(grad: torch.Tensor, x: torch.Tensor, where: torch.Tensor, *numbers: Any) -> Any:
+    from belady.graph.pools import MAX_POOL_BACKWARD
+
     last = x.is_contiguous(memory_format=torch.channels_last)
     return MAX_POOL_BACKWARD(grad, where, *numbers, [*x.shape[-2:]], last)
 
@@ -90,6 +94,8 @@ def _seconds(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> tuple[float, float]:
+    from belady.graph.pools import MAX_POOL
+
     torch._dynamo.reset()
     maxima, where = MAX_POOL(x, *numbers)
     grad = torch.randn_like(maxima)
