@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -116,6 +117,9 @@ def pytest_collection_finish() -> None:
     # What is new is looked at less often: captures and traces make much that stays.
     # Tests of what is let go of collect, or forbid it, themselves.
     gc.set_threshold(50_000, 20, 100)
+    # To loggers that do not propagate pytest listens itself; and if anybody listens to this one
+    # torch writes down all that it compiles, for each step of which it prints whole graphs.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

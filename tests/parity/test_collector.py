@@ -55,7 +55,7 @@ def test_it_comes_seldom_from_forward_to_step() -> None:
 
 def test_it_never_finds_alive_what_waits_for_backward() -> None:
     """A collection in between would make it old, and in time bring one of all there is."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(300)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(160)))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     came: list[int] = []
 

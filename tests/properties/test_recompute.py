@@ -87,12 +87,9 @@ def counted(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
-@given(cases())
-def test_what_is_legal_keeps_the_budget_that_it_was_judged_by(
-    case: tuple[Trace, HardwareProfile, Plan],
+def _keeps_the_budget_that_it_was_judged_by(
+    trace: Trace, hardware: HardwareProfile, plan: Plan
 ) -> None:
-    trace, hardware, plan = case
     verdict = check(trace, hardware, plan, ROOMY)
     assert verdict.ok
     timeline = simulate(trace, hardware, plan)
@@ -107,12 +104,9 @@ def test_what_is_legal_keeps_the_budget_that_it_was_judged_by(
         assert not check(trace, hardware, plan, less).ok
 
 
-@settings(max_examples=300, deadline=None)
-@given(cases())
-def test_bytes_are_those_of_the_engine_and_of_the_replays(
-    case: tuple[Trace, HardwareProfile, Plan],
+def _has_the_bytes_of_the_engine_and_of_the_replays(
+    trace: Trace, hardware: HardwareProfile, plan: Plan
 ) -> None:
-    trace, hardware, plan = case
     hardware = replace(hardware, allocator=Allocator(1, 0.0, 0))
     said = list(simulate(trace, hardware, plan).curve)
     seen = counted(trace, plan, hardware.allocator)
@@ -122,12 +116,9 @@ def test_bytes_are_those_of_the_engine_and_of_the_replays(
     assert all(a >= b for a, b in zip(said, seen, strict=True))
 
 
-@settings(max_examples=300, deadline=None)
-@given(cases())
-def test_every_moment_is_work_a_replay_or_a_stall(
-    case: tuple[Trace, HardwareProfile, Plan],
+def _each_moment_is_work_a_replay_or_a_stall(
+    trace: Trace, hardware: HardwareProfile, plan: Plan
 ) -> None:
-    trace, hardware, plan = case
     timeline = simulate(trace, hardware, plan)
     stalled = sum(stall.seconds for stall in timeline.stalls)
     again = sum(trace.ops[op].device_seconds for it in replays(plan).values() for op in it.ops)
@@ -136,12 +127,9 @@ def test_every_moment_is_work_a_replay_or_a_stall(
     assert timeline.seconds == pytest.approx(timeline.compute_seconds + again + stalled)
 
 
-@settings(max_examples=300, deadline=None)
-@given(cases())
-def test_a_replay_comes_after_its_sources_and_before_its_reader(
-    case: tuple[Trace, HardwareProfile, Plan],
+def _each_replay_comes_after_its_sources_and_before_its_reader(
+    trace: Trace, hardware: HardwareProfile, plan: Plan
 ) -> None:
-    trace, hardware, plan = case
     timeline = simulate(trace, hardware, plan)
     compute = [span for span in timeline.spans if span.lane is Lane.COMPUTE]
     starts = {span.op: span.start_s for span in compute if span.value < 0}
@@ -159,6 +147,16 @@ def test_a_replay_comes_after_its_sources_and_before_its_reader(
             if isinstance(move, Offload):
                 assert offload_boundaries(trace, move)[2] <= it.at
                 assert away(trace, source, move)[1] <= it.at
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_what_is_judged_is_what_happens(case: tuple[Trace, HardwareProfile, Plan]) -> None:
+    # All of it of each plan: to draw one takes longer than to look at it.
+    _keeps_the_budget_that_it_was_judged_by(*case)
+    _has_the_bytes_of_the_engine_and_of_the_replays(*case)
+    _each_moment_is_work_a_replay_or_a_stall(*case)
+    _each_replay_comes_after_its_sources_and_before_its_reader(*case)
 
 
 @settings(max_examples=200, deadline=None)

@@ -21,7 +21,7 @@ from belady.simulate import bound
 from belady.units import format_seconds
 from tests.support.builder import build_trace
 from tests.support.strategies import machine, random_trace
-from tests.unit.report.drawn import ALLOCATOR, MIB, SPECS, large_run, run_of, runs
+from tests.unit.report.drawn import ALLOCATOR, MIB, SPECS, run_of, runs
 from tests.unit.report.pages import Page
 
 SLOW = machine("cuda", link_rate=1e9, disk=False, disk_rate=1e9, allocator=ALLOCATOR)
@@ -107,7 +107,8 @@ def test_a_solver_out_of_time_is_not_quoted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_page_of_a_long_trace_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = large_run()
+    run = run_of(random_trace(1, HASTY + 2), SLOW, "baseline", 1 << 40)
+    assert len(run.trace.ops) > HASTY
     monkeypatch.setattr("belady.report.distance.bound", lambda *_, **__: pytest.fail("asked"))
     assert f"above {HASTY}" in distance(run, longest=HASTY).sentence
 
