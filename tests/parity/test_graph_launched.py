@@ -412,6 +412,29 @@ def test_a_capture_whose_blocks_do_not_fit_begins_with_other_holes(
     assert last.launched >= 10
 
 
+def test_what_is_captured_again_begins_with_the_hole_that_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(CNN)
+    made, begin = launching_on_a_cpu(monkeypatch, training.models), Rerun.__init__
+
+    def lacking(self: Rerun, *given: Any) -> None:
+        begin(self, *given)
+        self.reserved = 1 << 30 if len(made) < 2 else 0
+
+    monkeypatch.setattr(Rerun, "__init__", lacking)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(plain, ITERATIONS)
+        # Something else runs, which has the memory meanwhile.
+        look(training)
+        training.run(plain, ITERATIONS)
+    *tried, before, again = made
+    assert len(tried) == 2
+    assert before.hole_bytes == again.hole_bytes > 0
+    assert before.launched
+    assert again.launched
+
+
 def test_for_longer_than_another_plan_would_take_nothing_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from belady.units import format_bytes
 _log = logging.getLogger("belady")
 
 # What a pool begins with, as a part of the largest value: a hole. None is known to be better than
-# others, and nothing is tried first.
+# others before one has done.
 HOLES = (0, 1, 1 / 2, 2 / 3, 1 / 3, 3 / 4, 1 / 4, 5 / 6, 5 / 12, 11 / 12, 7 / 12, 1 / 6)
 # Seconds after which no other is tried: another plan is asked for, and compiled.
 _MOST_S = 15.0
@@ -51,6 +51,8 @@ class Attempt:
         Of the call for which it is captured.
     room_bytes
         The most that the device may reserve then.
+    first_bytes
+        Of the hole to try first: that of the last capture which had room.
     """
 
     force: Force
@@ -58,16 +60,16 @@ class Attempt:
     lasting: set[int]
     args: Sequence[Any]
     room_bytes: int
+    first_bytes: int = 0
 
     def captured(self) -> tuple[Launched | None, int]:
         """What was captured; or None, and the bytes that were lacking: 0 where more would not do.
 
         Then nothing is left of what was tried.
         """
-        largest = _largest(self.force.drawn.trace)
         least, until = 0, time.monotonic() + _MOST_S
-        for part in HOLES:
-            launches: Capturing = Launches(self.carrier.device, int(part * largest))
+        for hole_bytes in self._holes():
+            launches: Capturing = Launches(self.carrier.device, hole_bytes)
             launched, lacking = self._with(launches)
             if launched is not None:
                 return launched, 0
@@ -80,6 +82,10 @@ class Attempt:
             if not lacking or launches.peak_bytes > self.room_bytes or time.monotonic() > until:
                 break
         return None, least
+
+    def _holes(self) -> Iterable[int]:
+        largest = _largest(self.force.drawn.trace)
+        return dict.fromkeys((self.first_bytes, *(int(part * largest) for part in HOLES)))
 
     def _with(self, launches: Capturing) -> tuple[Launched | None, int]:
         trace, plan = self.force.drawn.trace, self.force.plan

@@ -244,12 +244,16 @@ class Launching:
         if any(it.grad is not None for module in self._modules for it in module.parameters()):
             # They have not been zeroed yet, and so will need other memory in each iteration.
             room -= bytes_of(joint.backward_outputs)
-        launched, lacking = Attempt(force, self._carrier, lasting, args, room).captured()
-        if launched is None:
-            if lacking:
-                kind.prospect.lacks(lacking)
-            self._issue_again(kind)
-        return launched
+        first = kind.prospect.hole_bytes
+        attempt = Attempt(force, self._carrier, lasting, args, room, first)
+        launched, lacking = attempt.captured()
+        if launched is not None:
+            kind.prospect.hole_bytes = launched.launches.hole_bytes
+            return launched
+        if lacking:
+            kind.prospect.lacks(lacking)
+        self._issue_again(kind)
+        return None
 
     def _issue_again(self, kind: Kind) -> None:
         """Set aside what iterations need that are issued."""

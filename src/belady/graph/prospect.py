@@ -38,6 +38,8 @@ class Prospect:
         takes of it.
     lacking_bytes
         What the first capture lacked, None while none did.
+    hole_bytes
+        What the pool of the last capture that had room begins with.
     """
 
     way: Way = Way.ISSUED
@@ -48,6 +50,7 @@ class Prospect:
     between_bytes: int = 0
     stepping_bytes: int = 0
     lacking_bytes: int | None = None
+    hole_bytes: int = 0
 
     @property
     def open(self) -> bool:

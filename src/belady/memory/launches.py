@@ -30,10 +30,13 @@ class Capturing(Protocol):
 
     Attributes
     ----------
+    hole_bytes
+        Of the hole that the pool begins with.
     peak_bytes
         Most bytes that the device held, once all is captured.
     """
 
+    hole_bytes: int
     peak_bytes: int
 
     @property
@@ -82,7 +85,7 @@ class Launches:
     """
 
     def __init__(self, device: torch.device, hole_bytes: int = 0) -> None:
-        self._device, self._hole_bytes = device, hole_bytes
+        self._device, self.hole_bytes = device, hole_bytes
         self._behind: torch.Tensor | None = None
         self.peak_bytes = 0
         self._latest: torch.cuda.Stream | None = None
@@ -132,10 +135,9 @@ class Launches:
         replay()
 
     def _begin_with_a_hole(self) -> None:
-        if self._hole_bytes:
-            hole = torch.empty(self._hole_bytes, dtype=torch.uint8, device=self._device)
+        if self.hole_bytes and self._behind is None:
+            hole = torch.empty(self.hole_bytes, dtype=torch.uint8, device=self._device)
             self._behind = torch.empty(_WALL_BYTES, dtype=torch.uint8, device=self._device)
-            self._hole_bytes = 0
             del hole
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
