@@ -80,9 +80,7 @@ class Planning:
         self._verification = (
             Verification(policy, hardware)
             if inductor is None
-            else Verification(
-                policy, hardware, Kernels(at_seams, seams_of, lambda op: is_fused(op.name))
-            )
+            else Verification(policy, hardware, _COMPILED)
         )
         self._places = Places(carrier.device, modules)
         self.launching = Launching(modules, carrier, policy.budget.device_bytes, self._places)
