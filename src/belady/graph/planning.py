@@ -31,7 +31,7 @@ from belady.ir.timeline import Measured
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy, Stage
 from belady.measure.trial import Trial
-from belady.measure.verification import Kernels, Verification
+from belady.measure.verification import ITS_OWN, Kernels, Verification
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
 from belady.planners import plan as make_plan
@@ -39,9 +39,6 @@ from belady.sections.losses import MATTERS, Losses
 
 if TYPE_CHECKING:
     from belady.graph.inductor import Inductor
-
-# Where runs of ops are compiled.
-_COMPILED = Kernels(at_seams, seams_of, lambda op: is_fused(op.name))
 
 
 class Planning:
@@ -77,11 +74,10 @@ class Planning:
         self._carrier = carrier
         self.bits = Bits(exact=policy.exact)
         self._ordering = Ordering(policy.name)
-        self._verification = (
-            Verification(policy, hardware)
-            if inductor is None
-            else Verification(policy, hardware, _COMPILED)
-        )
+        kernels = ITS_OWN
+        if inductor is not None:
+            kernels = Kernels(at_seams, seams_of, lambda op: is_fused(op.name))
+        self._verification = Verification(policy, hardware, kernels)
         self._places = Places(carrier.device, modules)
         self.launching = Launching(modules, carrier, policy.budget.device_bytes, self._places)
         self._losses = Losses(carrier.device, policy.budget.device_bytes // MATTERS)
