@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import belady
 from belady.errors import StaleValueError
 from belady.graph import capturing, launching
-from belady.graph.capturing import HOLES
 from belady.graph.joint import whole_graph
 from belady.graph.kinds import Kind
 from belady.graph.launchable import why_not
@@ -35,11 +34,13 @@ from belady.measure import verification
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.unissued import Ask
 from belady.measure.verification import Verification
-from belady.memory.launches import Launches
+from belady.memory.launches import Holes, Launches
 from belady.simulate import simulate
+from belady.simulate.holes import divisions
 from belady.simulate.reassigned import reassigned
+from belady.simulate.stretch import Event
 from tests.parity.racing import random_plan
-from tests.support.launches import Rerun, launching_on_a_cpu
+from tests.support.launches import DIVISIONS, WAYS, Rerun, launching_on_a_cpu
 from tests.support.models import CLASSES, TIED, ResidualCNN, SmallGPT, Task
 from tests.support.models import CNN as DEEP_CNN
 from tests.support.models import GPT as DEEP_GPT
@@ -306,7 +307,7 @@ def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Verification, "launched", note)
     monkeypatch.setattr(Rerun, "__init__", lacking)
     *tried, last = train(CNN, plain, "vdnn_all", monkeypatch)
-    assert [it.launched for it in tried] == [0] * len(HOLES)
+    assert [it.launched for it in tried] == [0] * WAYS
     assert last.launched >= 10
     # What it lacked is left in addition: all that is needed between launches but 5 bytes.
     assert 0 < asked[1] - asked[0] < asked[0]
@@ -388,31 +389,30 @@ def test_a_capture_that_fails_half_way_holds_nothing(monkeypatch: pytest.MonkeyP
 def test_what_lacks_room_when_it_is_captured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rerun, "reserved", 1 << 40)
     made = train(CNN, plain, "vdnn_all", monkeypatch)
-    assert [it.launched for it in made] == [0] * len(HOLES)
+    assert [it.launched for it in made] == [0] * WAYS
 
 
-@pytest.mark.parametrize("failing", [1, 2, len(HOLES) - 1])
+@pytest.mark.parametrize("failing", [1, 2, WAYS - 1])
 def test_a_capture_whose_blocks_do_not_fit_begins_with_other_holes(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holes: list[int] = []
+    holes: list[Holes] = []
     begin = Rerun.__init__
 
     def lacking(self: Rerun, *given: Any) -> None:
         begin(self, *given)
         self.reserved = 1 << 30 if len(holes) < failing else 0
-        holes.append(self.hole_bytes)
+        holes.append(self.holes)
 
     monkeypatch.setattr(Rerun, "__init__", lacking)
     *tried, last = train(CNN, plain, "vdnn_all", monkeypatch)
     # Of one plan, each in another way.
-    assert holes[0] == 0
-    assert len({*holes}) == len(holes) == failing + 1
+    assert holes == [None, *DIVISIONS][: failing + 1]
     assert not any(it.launched for it in tried)
     assert last.launched >= 10
 
 
-def test_what_is_captured_again_begins_with_the_hole_that_did(
+def test_what_is_captured_again_begins_with_what_did(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     training = Training(CNN)
@@ -430,7 +430,7 @@ def test_what_is_captured_again_begins_with_the_hole_that_did(
         training.run(plain, ITERATIONS)
     *tried, before, again = made
     assert len(tried) == 2
-    assert before.hole_bytes == again.hole_bytes > 0
+    assert before.holes == again.holes == DIVISIONS[1]
     assert before.launched
     assert again.launched
 
@@ -444,7 +444,7 @@ def test_for_longer_than_another_plan_would_take_nothing_is_tried(
     monkeypatch.setattr(capturing, "_MOST_S", -1.0)
     with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
         training.run(plain, ITERATIONS)
-    assert [it.hole_bytes for it in made] == [0]
+    assert [it.holes for it in made] == [None]
 
 
 def test_the_least_that_was_lacking_is_what_another_plan_leaves(
@@ -481,7 +481,7 @@ def test_what_was_lacking_is_known_where_another_way_fails_otherwise(
         return planned(self, *given)
 
     def fails(self: Rerun, issue: Any) -> Any:
-        if self.hole_bytes:
+        if self.holes is not None:
             raise RuntimeError("cannot be captured")
         return capture(self, issue)
 
@@ -490,7 +490,7 @@ def test_what_was_lacking_is_known_where_another_way_fails_otherwise(
     monkeypatch.setattr(Rerun, "reserved", (1 << 30) - 5)
     made = train(CNN, plain, "vdnn_all", monkeypatch)
     # Both plans, each in two ways.
-    assert [it.hole_bytes > 0 for it in made] == [False, True] * 2
+    assert [it.holes for it in made] == [None, DIVISIONS[0]] * 2
     assert asked[1] > asked[0]
 
 
@@ -818,6 +818,7 @@ def test_a_gpu_has_its_memory_back_at_once_when_a_capture_fails(
     """What comes next needs it, and garbage may be collected long after."""
     monkeypatch.setattr(launching, "_GAINS", -100.0)
     monkeypatch.setattr(capturing, "_MOST_S", math.inf)
+    monkeypatch.setattr(capturing, "divisions", lambda *_: DIVISIONS)
     capture, captured = Launches.capture, Launching._captured
     tried: list[tuple[int, int]] = []
     left: list[set[tuple[int, int]]] = []
@@ -842,9 +843,44 @@ def test_a_gpu_has_its_memory_back_at_once_when_a_capture_fails(
             training.run(plain, ITERATIONS)
     finally:
         gc.enable()
-    # Forward and backward, each time behind other holes, and all once more in less.
-    assert len(tried) == 2 * 2 * len(HOLES)
+    # Forward and backward, each time in another way, and all once more in less.
+    assert len(tried) == 2 * 2 * WAYS
     assert [it & {*tried} for it in left] == [set(), set()]
+
+
+@pytest.mark.gpu
+def test_a_gpu_divides_a_piece_by_what_an_iteration_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_GAINS", -100.0)
+    asked: list[Sequence[Event]] = []
+    holes: list[Holes] = []
+    capture = Launches.capture
+
+    def noted(events: Sequence[Event], wall: int, count: int) -> list[tuple[int, ...]]:
+        asked.append(events)
+        return divisions(events, wall, count)
+
+    def lacking(self: Launches, issue: Any) -> Any:
+        holes.append(self.holes)
+        if self.holes is None:
+            raise torch.OutOfMemoryError
+        return capture(self, issue)
+
+    monkeypatch.setattr(capturing, "divisions", noted)
+    monkeypatch.setattr(Launches, "capture", lacking)
+    training = Training(CNN, "cuda")
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
+        training.run(plain, ITERATIONS)
+        run = vm.run()
+    assert run is not None
+    assert any(launching.NOTE in it for it in run.notes)
+    # It could not grow, and then forward and backward were captured in one piece.
+    assert holes == [None, (), ()]
+    (events,) = asked
+    taken = [block for block, nbytes in events if nbytes]
+    assert taken
+    assert sorted(taken) == sorted(block for block, nbytes in events if not nbytes)
+    expected = Training(CNN, "cuda").run(plain, ITERATIONS).outcome()
+    assert differences(expected, training.outcome()) == []
 
 
 def pools() -> set[tuple[int, int]]:

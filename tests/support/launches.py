@@ -14,6 +14,11 @@ from belady.graph import capturing, launching
 from belady.graph.contents import Content
 from belady.ir.trace import Tier
 from belady.memory.contents import Moved
+from belady.memory.launches import Holes
+
+# What a piece of memory is said to be divided into best; and in how many ways a pool may begin.
+DIVISIONS: list[tuple[int, ...]] = [(1,), (), (3, 2)]
+WAYS = 1 + len(DIVISIONS)
 
 
 class Rerun:
@@ -23,7 +28,7 @@ class Rerun:
     ----------
     models
         What is captured writes to their buffers, which happens at launches alone.
-    hole_bytes
+    holes
         What the pool would begin with.
 
     Attributes
@@ -36,8 +41,8 @@ class Rerun:
 
     reserved = 0
 
-    def __init__(self, models: Sequence[nn.Module], hole_bytes: int) -> None:
-        self.hole_bytes = hole_bytes
+    def __init__(self, models: Sequence[nn.Module], holes: Holes) -> None:
+        self.holes = holes
         self.launched = self.peak_bytes = 0
         self._models = models
         self._known: list[list[torch.UntypedStorage]] = []
@@ -69,6 +74,9 @@ class Rerun:
                         it.fill_(255)
 
         return launch, given
+
+    def divide(self) -> None:
+        pass
 
     def seen(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -107,11 +115,12 @@ def launching_on_a_cpu(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Modu
     """Have iterations launched that gain nothing; what stands for their graphs, as it is made."""
     made: list[Rerun] = []
 
-    def launches(device: torch.device, hole_bytes: int) -> Rerun:
-        made.append(Rerun(models, hole_bytes))
+    def launches(device: torch.device, holes: Holes, room_bytes: int) -> Rerun:
+        made.append(Rerun(models, holes))
         return made[-1]
 
     monkeypatch.setattr(capturing, "Launches", launches)
+    monkeypatch.setattr(capturing, "divisions", lambda *_: DIVISIONS)
     monkeypatch.setattr(capturing, "_MOST_S", math.inf)
     monkeypatch.setattr(launching, "captures", lambda device: True)
     monkeypatch.setattr(launching, "_GAINS", -100.0)

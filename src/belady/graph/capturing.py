@@ -1,7 +1,8 @@
 """An iteration is captured, with blocks placed in other ways until one of them has room enough.
 
-What is captured keeps its places, so what best fit loses between blocks is lost for good. How much
-that is depends on where the first blocks lie, in a way that nothing foretells: so it is tried.
+What is captured keeps its places, so what best fit loses between blocks is lost for good. A pool
+that grows as it is used is what takes least where there is plenty; else it begins with all of its
+room in one piece, which walls divide as simulation has it (`belady.simulate.holes`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +20,16 @@ from belady.errors import TierFullError
 from belady.graph.beside import sent
 from belady.graph.kinds import Force
 from belady.graph.launched import Launched
-from belady.ir.trace import Trace
 from belady.memory.carrier import Carrier
-from belady.memory.launches import Capturing, Launches
+from belady.memory.launches import WALL_BYTES, Capturing, Holes, Launches
+from belady.simulate.holes import divisions
+from belady.simulate.stretch import Event
 from belady.units import format_bytes
 
 _log = logging.getLogger("belady")
 
-# What a pool begins with, as a part of the largest value: a hole. None is known to be better than
-# others before one has done.
-HOLES = (0, 1, 1 / 2, 2 / 3, 1 / 3, 3 / 4, 1 / 4, 5 / 6, 5 / 12, 11 / 12, 7 / 12, 1 / 6)
+# Divisions of a piece that are tried, the best first.
+DIVISIONS = 8
 # Seconds after which no other is tried: another plan is asked for, and compiled.
 _MOST_S = 15.0
 # Part of the room that a capture is taken to lack which runs out of memory.
@@ -49,18 +50,21 @@ class Attempt:
         Names (``_cdata``) of the storages that outlive iterations.
     args
         Of the call for which it is captured.
+    events
+        Blocks that come and go in an iteration, in order, as far as that is known.
     room_bytes
         The most that the device may reserve then.
-    first_bytes
-        Of the hole to try first: that of the last capture which had room.
+    first
+        What the pool of the last capture that had room began with.
     """
 
     force: Force
     carrier: Carrier
     lasting: set[int]
     args: Sequence[Any]
+    events: Sequence[Event]
     room_bytes: int
-    first_bytes: int = 0
+    first: Holes = None
 
     def captured(self) -> tuple[Launched | None, int]:
         """What was captured; or None, and the bytes that were lacking: 0 where more would not do.
@@ -68,8 +72,8 @@ class Attempt:
         Then nothing is left of what was tried.
         """
         least, until = 0, time.monotonic() + _MOST_S
-        for hole_bytes in self._holes():
-            launches: Capturing = Launches(self.carrier.device, hole_bytes)
+        for holes in self._ways():
+            launches: Capturing = Launches(self.carrier.device, holes, self.room_bytes)
             launched, lacking = self._with(launches)
             if launched is not None:
                 return launched, 0
@@ -83,9 +87,13 @@ class Attempt:
                 break
         return None, least
 
-    def _holes(self) -> Iterable[int]:
-        largest = _largest(self.force.drawn.trace)
-        return dict.fromkeys((self.first_bytes, *(int(part * largest) for part in HOLES)))
+    def _ways(self) -> Iterator[Holes]:
+        """What a pool may begin with; one thing after another is worked out as it is asked for."""
+        yield self.first
+        if self.first is not None:
+            yield None
+        found = divisions(self.events, WALL_BYTES, DIVISIONS)
+        yield from (it for it in found if it != self.first)
 
     def _with(self, launches: Capturing) -> tuple[Launched | None, int]:
         trace, plan = self.force.drawn.trace, self.force.plan
@@ -104,8 +112,3 @@ class Attempt:
             launched.close()
             launched = None
         return launched, lacking
-
-
-def _largest(trace: Trace) -> int:
-    """Bytes of the largest value that does not outlive iterations."""
-    return max((it.nbytes for it in trace.storages if not it.persistent), default=0)

@@ -28,6 +28,7 @@ from belady.measure.stages import Stage
 from belady.measure.verification import VERIFIED
 from belady.memory.carrier import Carrier
 from belady.memory.launches import captures
+from belady.memory.ledger import Ledger
 from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
@@ -79,6 +80,7 @@ class Launching:
         self._launched: Launched | None = None
         self._row = 0
         self._samples: list[Sample] = []
+        self._ledger = Ledger(carrier.device)
 
     @property
     def notes(self) -> list[str]:
@@ -105,9 +107,11 @@ class Launching:
         able = captures(self._carrier.device) and not _is_one_of_several()
         may = able and alone and tiers <= _TIERS and not kind.prospect.asked
         kind.prospect.way = Way.TRIED if may else Way.ISSUED
+        kind.prospect.events = ()
 
     def only(self, kind: Kind) -> None:
         """An iteration begins: what was captured of another kind is given back."""
+        self._ledger.drop()
         before = self._kind
         if kind is not before:
             held, self._kind = self._launched is not None, kind
@@ -135,7 +139,10 @@ class Launching:
             self._launched = self._captured(kind, kind.graphs[0], args)
             if self._launched is None:
                 kind.prospect.way = Way.ISSUED
-        elif self._launched is not None and not (
+        elif self._launched is None:
+            if not kind.prospect.events:
+                self._ledger.begin()
+        elif not (
             self._launched.takes(args)
             or (self._move_gradients(self._launched) and self._launched.takes(args))
         ):
@@ -161,6 +168,7 @@ class Launching:
         if kind is not self._kind or kind.stage is not Stage.STEADY:
             return
         self._row += 1
+        kind.prospect.events = self._ledger.end() or kind.prospect.events
         prospect, launched = kind.prospect, self._launched is not None
         if prospect.way is Way.ISSUED:
             return
@@ -191,6 +199,7 @@ class Launching:
     def _give_back(self) -> None:
         launched, self._launched = self._launched, None
         self._row, self._samples = 0, []
+        self._ledger.drop()
         if launched is not None:
             # They would hold memory that nobody else is given.
             self._move_gradients(launched)
@@ -244,11 +253,11 @@ class Launching:
         if any(it.grad is not None for module in self._modules for it in module.parameters()):
             # They have not been zeroed yet, and so will need other memory in each iteration.
             room -= bytes_of(joint.backward_outputs)
-        first = kind.prospect.hole_bytes
-        attempt = Attempt(force, self._carrier, lasting, args, room, first)
+        events, holes = kind.prospect.events, kind.prospect.holes
+        attempt = Attempt(force, self._carrier, lasting, args, events, room, holes)
         launched, lacking = attempt.captured()
         if launched is not None:
-            kind.prospect.hole_bytes = launched.launches.hole_bytes
+            kind.prospect.holes = launched.launches.holes
             return launched
         if lacking:
             kind.prospect.lacks(lacking)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from belady.graph.parts import Drawn
 from belady.ir.timeline import Measured
 from belady.measure.trial import Trial
+from belady.memory.launches import Holes
+from belady.simulate.stretch import Event
 
 
 class Way(Enum):
@@ -38,7 +41,9 @@ class Prospect:
         takes of it.
     lacking_bytes
         What the first capture lacked, None while none did.
-    hole_bytes
+    events
+        Blocks that came and went in an iteration of it, in order; empty where that is not known.
+    holes
         What the pool of the last capture that had room begins with.
     """
 
@@ -50,7 +55,8 @@ class Prospect:
     between_bytes: int = 0
     stepping_bytes: int = 0
     lacking_bytes: int | None = None
-    hole_bytes: int = 0
+    events: Sequence[Event] = ()
+    holes: Holes = None
 
     @property
     def open(self) -> bool:

@@ -16,13 +16,15 @@ from typing import Protocol, TypeVar
 import torch
 
 from belady.memory.apart import count_as_ours, others_have_pools
+from belady.memory.cap import PAGE_BYTES, set_aside
 from belady.memory.streams import current_stream
-from belady.memory.workspaces import give_up
+from belady.memory.workspaces import give_up, take_for_capture
 
 T = TypeVar("T")
+Holes = tuple[int, ...] | None
 
 # What is behind a hole; smaller blocks come from segments of their own.
-_WALL_BYTES = 2 << 20
+WALL_BYTES = 2 << 20
 
 
 class Capturing(Protocol):
@@ -30,13 +32,13 @@ class Capturing(Protocol):
 
     Attributes
     ----------
-    hole_bytes
-        Of the hole that the pool begins with.
+    holes
+        Bytes of each hole that the pool begins with; None where it grows as it is used.
     peak_bytes
         Most bytes that the device held, once all is captured.
     """
 
-    hole_bytes: int
+    holes: Holes
     peak_bytes: int
 
     @property
@@ -46,6 +48,10 @@ class Capturing(Protocol):
 
     def capture(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """What launches all that ``issue`` issues, and what it gives."""
+        ...
+
+    def divide(self) -> None:
+        """Have the pool begin here, in the first capture."""
         ...
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,8 +81,11 @@ class Launches:
     ----------
     device
         With its index.
-    hole_bytes
-        The pool begins with a hole of so many bytes, behind which all lies that it does not hold.
+    holes
+        What a pool begins with that has all of its room at once: holes of so many bytes, behind
+        each of which lies what it does not hold, and the rest. None: it grows as it is used.
+    room_bytes
+        The most that the device may reserve then, for all.
 
     Attributes
     ----------
@@ -84,9 +93,10 @@ class Launches:
         Most bytes allocated at once, of all that is there, once all is captured.
     """
 
-    def __init__(self, device: torch.device, hole_bytes: int = 0) -> None:
-        self._device, self.hole_bytes = device, hole_bytes
-        self._behind: torch.Tensor | None = None
+    def __init__(self, device: torch.device, holes: Holes = None, room_bytes: int = 0) -> None:
+        self._device, self.holes = device, holes
+        self._room_bytes = room_bytes
+        self._walls: list[torch.Tensor] = []
         self.peak_bytes = 0
         self._latest: torch.cuda.Stream | None = None
         # Workspaces of a capture are of that one, and no other's; what is free elsewhere, the pool
@@ -116,7 +126,6 @@ class Launches:
             # Other threads go on: one that pins memory for a loader would end a global capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._begin_with_a_hole()
                 given = issue()
             except BaseException:
                 # Copies are still on their way on other streams, which ends a capture, too.
@@ -134,11 +143,26 @@ class Launches:
         self._latest = stream
         replay()
 
-    def _begin_with_a_hole(self) -> None:
-        if self.hole_bytes and self._behind is None:
-            hole = torch.empty(self.hole_bytes, dtype=torch.uint8, device=self._device)
-            self._behind = torch.empty(_WALL_BYTES, dtype=torch.uint8, device=self._device)
-            del hole
+    def divide(self) -> None:
+        """Have the pool begin here, while the first part is issued to be captured.
+
+        Under a cap torch maps more at the end of a piece only where there is room for all that is
+        asked for, however much of it is free there: so what a pool is to have it is given at once.
+        """
+        if self.holes is not None:
+            # Small blocks have pages of their own.
+            set_aside(self._device, self._room_bytes - PAGE_BYTES)
+            # All of it was held for a moment.
+            torch.cuda.reset_peak_memory_stats(self._device)
+        # In the midst of all that comes and goes they would part it in two.
+        take_for_capture(self._device)
+        opened = list[torch.Tensor]()
+        for nbytes in self.holes or ():
+            opened.append(self._block(nbytes))
+            self._walls.append(self._block(WALL_BYTES))
+
+    def _block(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture, also one that the driver has ended because of what was issued.
@@ -176,7 +200,7 @@ class Launches:
     def over(self) -> None:
         """All is captured."""
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        self._behind = None
+        self._walls.clear()
         give_up(self._device)
 
     def wait(self) -> None:

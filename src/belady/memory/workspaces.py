@@ -45,13 +45,27 @@ def put_first(device: torch.device, forget: Callable[[], None]) -> None:
         forget()
         return
     had = max(_GIVEN_UP.pop(device.index, 0), _forget(device))
-    left = torch.cuda.memory_allocated(device)
     forget()
     # Without memory for them, or in a mode that refuses products, they come when they are needed.
-    with suppress(RuntimeError), _disable_current_modes(), torch.inference_mode(False):
-        if had:
+    with suppress(RuntimeError):
+        _take(device, had)
+
+
+def take_for_capture(device: torch.device) -> None:
+    """Have those that were given up taken here, of the current stream, which is captured.
+
+    They are of that capture: they go with the next call of `give_up`.
+    """
+    _take(device, _GIVEN_UP.get(device.index, 0))
+
+
+def _take(device: torch.device, nbytes: int) -> None:
+    """Have the calling thread's workspace, and autograd's if that is not all of ``nbytes``."""
+    before = torch.cuda.memory_allocated(device)
+    with _disable_current_modes(), torch.inference_mode(False):
+        if nbytes:
             _multiply(device)
-        if 0 < torch.cuda.memory_allocated(device) - left < had:
+        if 0 < torch.cuda.memory_allocated(device) - before < nbytes:
             in_backward(device, partial(_multiply, device))
 
 

@@ -9,7 +9,7 @@ held is lost between blocks, or in holes too small for a large one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from belady.ir.codecs import passes
@@ -19,7 +19,7 @@ from belady.ir.plan import Encode, Plan, Recompute
 from belady.ir.residency import Interval, intervals
 from belady.ir.scratch import ReplayStep, chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
-from belady.simulate.stretch import Stretch
+from belady.simulate.stretch import Event, end_of
 
 # Smaller ones come from segments of their own, in all a few MiB.
 _SMALL = 1 << 20
@@ -27,23 +27,17 @@ _SMALL = 1 << 20
 _ELSEWHERE = (4 << 20, 16 << 20)
 # Number of the first block that is taken for one op alone, and those after it are below.
 _FOR_NOW = -(1 << 40)
-# After so many iterations the next ones find what the last one did.
-_ITERATIONS = 2
 # What is simulated leaves so much of a budget at least: small blocks are not.
 _AGREES = 1.02
 # Part of the budget that memory apart for gradients may cost.
 _APART_COSTS = 0.05
 
 
-# A block is taken, or given back, which is of 0 bytes: number and bytes.
-_Event = tuple[int, int]
-
-
 class Blocks(NamedTuple):
     """What is there all the time, in bytes, and the blocks of an iteration, as they come and go."""
 
     lasting: int
-    events: list[_Event]
+    events: list[Event]
 
     def reserved_bytes(self) -> int:
         """Bytes that torch's allocator reserves in iterations, if nothing stops it.
@@ -51,7 +45,7 @@ class Blocks(NamedTuple):
         Where that is more than its cap, it flushes its cache in every iteration, or is out of
         memory.
         """
-        return self.lasting + _end(self.events, _SMALL)
+        return self.lasting + end_of(self.events, _SMALL)
 
     def held_bytes(self) -> int:
         """The most that is held at once, were nothing lost between blocks."""
@@ -70,24 +64,8 @@ class Blocks(NamedTuple):
         Where small blocks lie decides where large ones fit, and nobody foretells it: some find room
         in what was there before. So it is the most that is needed without those of some size.
         """
-        found = (self.lasting + _end(self.events, least) for least in _ELSEWHERE)
+        found = (self.lasting + end_of(self.events, least) for least in _ELSEWHERE)
         return max(reserved, *found)
-
-
-def _end(events: Sequence[_Event], least: int) -> int:
-    """Bytes that a stretch grows to if blocks of up to ``least`` bytes are not in it."""
-    stretch = Stretch()
-    for _ in range(_ITERATIONS):
-        where: dict[int, int] = {}
-        for block, nbytes in events:
-            if nbytes > least:
-                where[block] = stretch.take(nbytes)
-            elif not nbytes and block in where:
-                stretch.free(where.pop(block))
-        if not where:
-            # All is one hole, at the end, which can grow: as before the first block.
-            break
-    return stretch.end
 
 
 class InBlocks(NamedTuple):
@@ -175,9 +153,9 @@ class _Step(NamedTuple):
     """
 
     freed: list[int]
-    back: list[_Event]
+    back: list[Event]
     replays: list[_Again]
-    born: list[_Event]
+    born: list[Event]
     workspace: list[int]
 
 
@@ -197,7 +175,7 @@ class Walk(NamedTuple):
     lasting: int
     gradient_bytes: int
     steps: list[_Step]
-    born: dict[int, list[_Event]]
+    born: dict[int, list[Event]]
     freed: dict[int, list[int]]
 
 
@@ -250,7 +228,7 @@ def blocks_of(walk: Walk, *, gradients_apart: bool) -> Blocks:
     gradients_apart
         Whether gradients have memory of their own, which is idle while there are none.
     """
-    found: list[_Event] = []
+    found: list[Event] = []
     for at, step in enumerate(walk.steps):
         born, freed, workspace = step.born, step.freed, step.workspace
         if gradients_apart:
@@ -279,7 +257,7 @@ def _making(
     return [ReplayStep([], allocator.held(passes(decision, nbytes).scratch), [], 0)]
 
 
-def _during(replay: _Again) -> Iterator[_Event]:
+def _during(replay: _Again) -> Iterator[Event]:
     """The blocks of a replay: that of its value stays, what it makes beside is given back."""
     for step in replay.steps:
         # Numbers below 0 are of no value's block.
@@ -292,7 +270,7 @@ def _during(replay: _Again) -> Iterator[_Event]:
         yield from ((-2 - storage, 0) for storage, _ in step.freed)
 
 
-def _for_now(sizes: Iterable[int]) -> list[_Event]:
+def _for_now(sizes: Iterable[int]) -> list[Event]:
     """Blocks that are taken one after another, and then all given back."""
     taken = [(_FOR_NOW - place, nbytes) for place, nbytes in enumerate(sizes)]
     return [*taken, *((number, 0) for number, _ in taken)]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 # What is left of a hole is one again, down to this size.
 LEAST = 512
+# After so many iterations the next ones find what the last one did.
+_ITERATIONS = 2
+
+# A block is taken, or given back, which is of 0 bytes: number and bytes.
+Event = tuple[int, int]
 
 
 class Stretch:
@@ -65,3 +71,39 @@ class Stretch:
             del self._before[address + size]
             self._by_size.pop(bisect_left(self._by_size, (size, address)))
         return size
+
+
+def end_of(events: Sequence[Event], least: int, holes: Sequence[int] = (), wall: int = 0) -> int:
+    """Bytes that a stretch grows to in iterations.
+
+    Parameters
+    ----------
+    events
+        Of one iteration.
+    least
+        Blocks of up to so many bytes are not in it.
+    holes
+        Bytes of each hole that it begins with, behind which ``wall`` bytes stay taken.
+    """
+    stretch = _divided(holes, wall)
+    for _ in range(_ITERATIONS):
+        where: dict[int, int] = {}
+        for block, nbytes in events:
+            if nbytes > least:
+                where[block] = stretch.take(nbytes)
+            elif not nbytes and block in where:
+                stretch.free(where.pop(block))
+        if not where:
+            # All is as before the first block: holes behind walls, and the end, which can grow.
+            break
+    return stretch.end
+
+
+def _divided(holes: Sequence[int], wall: int) -> Stretch:
+    stretch, opened = Stretch(), list[int]()
+    for nbytes in holes:
+        opened.append(stretch.take(nbytes))
+        stretch.take(wall)
+    for address in opened:
+        stretch.free(address)
+    return stretch

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from belady.ir.trace import Tier
+from belady.memory.cap import enforce
 from belady.memory.fixed import FixedCarrier
 from belady.memory.lanes import lanes_for
-from belady.memory.launches import Launches
+from belady.memory.launches import Holes, Launches
 
 DEVICE = torch.device("cuda", 0)
 MANY = 1 << 20
-# MiB that torch's allocator maps at once.
-PAGE = 20
 
 pytestmark = pytest.mark.gpu
 
@@ -42,26 +43,68 @@ def test_a_launch_reads_and_writes_where_it_was_captured() -> None:
     assert launches.peak_bytes > 2 * MANY * 4
 
 
-def grown(hole_bytes: int, *sizes: int) -> int:
-    """MiB of a pool in which so many MiB are taken one after another, and held."""
-    launches = Launches(DEVICE, hole_bytes)
-    before = launches.reserved_bytes
+def ends(holes: Holes, *sizes: int) -> list[int]:
+    """MiB between where a pool begins and where blocks of so many MiB end, taken and held."""
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved(DEVICE) + 400 * MANY
+    launches = Launches(DEVICE, holes, room)
     _, made = launches.capture(
-        lambda: [torch.zeros(it * MANY, dtype=torch.uint8, device=DEVICE) for it in sizes]
+        lambda: (
+            launches.divide(),
+            [torch.zeros(it * MANY, dtype=torch.uint8, device=DEVICE) for it in sizes],
+        )
     )
     launches.over()
-    found = launches.reserved_bytes - before
-    del made
+    _, blocks = made
+    first = min(it.data_ptr() for it in blocks)
+    found = [(it.data_ptr() + it.nbytes - first) // MANY for it in blocks]
+    assert launches.reserved_bytes <= room
+    # What was set aside was not used.
+    assert launches.peak_bytes < room - 100 * MANY
+    del made, blocks
     launches.forget()
-    return found // MANY
+    return found
 
 
-def test_a_pool_begins_with_a_hole() -> None:
-    assert grown(0, 64, 64) < 64 + 64 + PAGE
-    # The first block fits in, and the second lies behind.
-    assert grown(64 * MANY, 64, 64) < 64 + 64 + 2 * PAGE
-    # What fits but for a little lies behind, too, and the hole stays.
-    assert 64 + 65 + 65 < grown(64 * MANY, 65, 65) < 64 + 65 + 65 + 2 * PAGE
+@pytest.fixture
+def expandable() -> Iterator[None]:
+    """Segments as they are under a budget."""
+    undo = enforce(DEVICE, 1 << 36)
+    yield
+    undo()
+
+
+@pytest.mark.usefixtures("expandable")
+def test_blocks_of_a_pool_lie_between_its_walls() -> None:
+    assert ends((), 64, 32) == [64, 96]
+    # The first block fits in, and the second lies behind the wall.
+    assert ends((64 * MANY,), 64, 32) == [64, 98]
+    # The larger one has the hole, whatever is asked for first, and the smaller what is left.
+    assert ends((64 * MANY, 32 * MANY), 32, 64, 16) == [98, 64, 116]
+
+
+@pytest.mark.parametrize("holes", [None, ()])
+def test_a_pool_with_all_of_its_room_has_no_need_to_grow(holes: Holes) -> None:
+    """Under a cap torch maps more only where there is room for all of what is asked for."""
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved(DEVICE) + 400 * MANY
+    undo = enforce(DEVICE, room)
+    launches = Launches(DEVICE, holes, room)
+
+    def issue() -> list[torch.Tensor]:
+        launches.divide()
+        kept = torch.zeros(100 * MANY, dtype=torch.uint8, device=DEVICE)
+        torch.zeros(150 * MANY, dtype=torch.uint8, device=DEVICE)
+        return [kept, torch.zeros(240 * MANY, dtype=torch.uint8, device=DEVICE)]
+
+    try:
+        with nullcontext() if holes == () else pytest.raises(torch.OutOfMemoryError):
+            launches.capture(issue)
+        launches.over()
+    finally:
+        undo()
+        gc.collect()
+        launches.forget()
 
 
 def test_what_waits_for_the_device_is_refused_and_nothing_stays() -> None:

@@ -11,7 +11,7 @@ import torch
 from belady.memory import workspaces
 from belady.memory.cap import enforce, make_room
 from belady.memory.lanes import resolve
-from belady.memory.launches import Launches
+from belady.memory.launches import Holes, Launches
 
 MIB = 2**20
 BUDGET, ROOM = 768 * MIB, 400 * MIB
@@ -140,3 +140,33 @@ def test_as_many_come_back_as_there_were(
     on.had.clear()
     # What came back is not remembered.
     assert on.put_first() == []
+
+
+@pytest.mark.parametrize("had", [(), ("caller",), ("caller", "autograd")], ids=len)
+def test_a_capture_takes_as_many_and_they_still_come_back(
+    had: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = Device(monkeypatch, *had)
+    workspaces.give_up(on.device)
+    workspaces.take_for_capture(on.device)
+    assert on.had == [*had]
+    # With the end of the capture they go.
+    workspaces.give_up(on.device)
+    assert on.put_first() == [*had]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("holes", [None, ()])
+def test_a_capture_begins_with_them(holes: Holes, device: torch.device) -> None:
+    with torch.cuda.stream(torch.cuda.Stream(device)) as _:
+        kept = products(device)
+        launches = Launches(device, holes, torch.cuda.memory_reserved(device) + ROOM)
+
+        def issue() -> tuple[int, int]:
+            before = torch.cuda.memory_allocated(device)
+            launches.divide()
+            return torch.cuda.memory_allocated(device) - before, products(device)
+
+        _, (taken, more) = launches.capture(issue)
+        launches.over()
+        assert (taken, more) == (kept, 0)

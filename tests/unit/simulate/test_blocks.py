@@ -18,7 +18,7 @@ from belady.ir.scratch import chosen_workspaces, replay_steps
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.simulate import blocks
 from belady.simulate.blocks import blocks_of, excess, gradient_bytes, in_blocks, walked
-from belady.simulate.stretch import LEAST, Stretch
+from belady.simulate.stretch import LEAST, Stretch, end_of
 from tests.properties import test_recompute, test_simulate
 from tests.support.builder import OpSpec, build_trace
 from tests.unit.simulate.cases import trace_of
@@ -326,7 +326,7 @@ def test_iterations_that_leave_nothing_are_alike(rng: random.Random, leaves: boo
                 where[block] = stretch.take(nbytes)
             else:
                 stretch.free(where[block])
-    assert blocks._end(events, 0) == stretch.end
+    assert end_of(events, 0) == stretch.end
 
 
 @given(case=st.one_of(test_simulate.cases(encode=True), test_recompute.cases()))
