@@ -20,8 +20,9 @@ from belady.errors import TierFullError
 from belady.graph.beside import sent
 from belady.graph.kinds import Force
 from belady.graph.launched import Launched
+from belady.memory.cap import WALL_BYTES
 from belady.memory.carrier import Carrier
-from belady.memory.launches import WALL_BYTES, Capturing, Holes, Launches
+from belady.memory.launches import Capturing, Holes, Launches
 from belady.simulate.holes import divisions
 from belady.simulate.stretch import Event
 from belady.units import format_bytes

@@ -267,7 +267,7 @@ class Launching:
     def _issue_again(self, kind: Kind) -> None:
         """Set aside what iterations need that are issued."""
         self._places.again()
-        kind.clear()
+        kind.piece.clear()
 
 
 def gains(seconds: float, before: Measured) -> bool:

@@ -8,9 +8,11 @@ verified in the next ones, and is then left alone, or corrected and verified aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+import torch
 
 from belady.ir.curves import host_room, managed_room
 from belady.ir.legality import check
@@ -25,9 +27,9 @@ from belady.measure.stages import Stage
 from belady.measure.tightening import NOTHING
 from belady.measure.trial import Trial
 from belady.measure.verification import VERIFIED, Verification
-from belady.memory.cap import make_room
 from belady.memory.carrier import Carrier
 from belady.memory.paging import Claim
+from belady.memory.piece import Piece
 from belady.planners.workspace import as_run
 from belady.simulate import simulate
 from belady.simulate.blocks import in_blocks
@@ -38,10 +40,6 @@ _DEVIATIONS = 2
 _OBSERVED = 12
 # Most iterations that show nothing of a plan, since the allocator flushed its cache in them.
 _FLUSHED = 2
-
-
-def _stay() -> None:
-    """Leave memory as it is."""
 
 
 @dataclass
@@ -74,9 +72,8 @@ class Progress:
         Iterations under the plan in force that verified nothing, see `_FLUSHED`.
     starved
         Whether the device ran out of memory in the last iteration.
-    clear
-        Lets the allocator begin again with what the plan in force needs, in one piece; nothing
-        where the budget is far above that.
+    piece
+        What the plan in force takes its blocks from.
     """
 
     stage: Stage = Stage.WARM
@@ -92,7 +89,7 @@ class Progress:
     claim: Claim | None = None
     flushed: int = 0
     starved: bool = False
-    clear: Callable[[], None] = _stay
+    piece: Piece = field(default_factory=partial(Piece, torch.device("cpu"), 0))
 
     @property
     def watched(self) -> bool:
@@ -166,8 +163,8 @@ class Progress:
                 before.close()
         foretold = in_blocks(trace, plan, allocator).nbytes if carrier.device.type == "cuda" else 0
         room = trial.room(verdict.peak_bytes, foretold) - managed
-        make_room(carrier.device, room)
-        self.clear = partial(make_room, carrier.device, room) if room > 0 else _stay
+        self.piece.close()
+        self.piece = Piece(carrier.device, room, trial.holes)
         self.trial, self.begun = trial, False
         self.samples, self.paced = [], []
         self.peak_bytes = self.flushed = 0
@@ -189,16 +186,18 @@ class Progress:
         """
         self.deviations = 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        shown = self.stage in (Stage.PACED, Stage.VERIFYING)
+        flushed = shown and sample.retries > 0 and self.flushed < _FLUSHED
+        self.piece.went(flushed=flushed)
         if self.stage is Stage.SETTLING:
             if self.begun or not self._leaner:
                 # Libraries that tried algorithms have left memory in pieces that no later
                 # iteration has a use for.
-                self.clear()
+                self.piece.clear()
                 self.stage = Stage.PACED if self.unwatched else Stage.VERIFYING
             self.begun = True
-        elif self.stage is not Stage.STEADY and sample.retries and self.flushed < _FLUSHED:
+        elif flushed:
             self.samples, self.flushed = [], self.flushed + 1
-            self.clear()
         elif self.stage is Stage.PACED:
             self.paced = [] if sample.retries else [sample]
             self.stage, self.flushed = Stage.VERIFYING, 0
@@ -247,7 +246,8 @@ class Progress:
             return trace, None
         measured = summarize(self.samples, self.peak_bytes, defaults)
         shown = self.paced + self.samples
-        self.trial = verification.verified(self.trial, trace, measured, shown)
+        trial = replace(self.trial, holes=self.piece.holes)
+        self.trial = verification.verified(trial, trace, measured, shown)
         self.tried.append(self.trial)
         self.stage = Stage.STEADY
         trace, chosen = verification.chosen(trace, self.tried, shown, *numerics)
@@ -273,6 +273,7 @@ class Progress:
         self.tried, self.samples, self.peak_bytes = [], [], 0
 
     def _give_up(self) -> None:
+        self.piece.close()
         if self.claim is not None:
             self.claim.close()
             self.claim = None

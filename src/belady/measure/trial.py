@@ -28,12 +28,15 @@ class Trial:
     ----------
     policy
         Who was asked for it, and is asked again.
+    holes
+        Bytes of the holes that its memory was divided into, see `belady.memory.piece`.
     """
 
     plan: Plan
     hardware: HardwareProfile
     policy: str
     measured: Measured | None = None
+    holes: tuple[int, ...] = ()
 
     def room(self, peak_bytes: int, blocks_bytes: int) -> int:
         """Bytes that torch's allocator should hold in one piece for a plan with this peak.

@@ -6,7 +6,7 @@ import ctypes
 import ctypes.util
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -19,6 +19,8 @@ PAGE_BYTES = 20 * _MIB
 # Of a budget, what is not set aside: one page that the cap stays below it, and one for what nobody
 # foretells.
 SPARE_BYTES = 2 * PAGE_BYTES
+# What stays taken behind a hole; smaller blocks come from segments of their own.
+WALL_BYTES = 2 * _MIB
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -40,16 +42,39 @@ def enforce(device: torch.device, budget_bytes: int) -> Callable[[], None]:
     return functools.partial(cap.remove, budget_bytes)
 
 
-def make_room(device: torch.device, total_bytes: int) -> None:
+def make_room(device: torch.device, total_bytes: int, holes: Sequence[int] = ()) -> None:
     """Let torch's allocator forget the blocks of a plan before, and set aside what this one needs.
 
     Blocks cut for another plan would fragment this one's memory. Small ones have pages of their
     own, for which there is to be as much room as they had. Nothing happens on a CPU.
+
+    Parameters
+    ----------
+    holes
+        What is set aside is divided into holes of so many bytes, and the rest: for as long as this
+        is not called again, and a budget is open.
     """
     if device.type == "cuda":
+        tear_down(device)
         put_first(device, torch.cuda.empty_cache)
         stats, of = torch.cuda.memory_stats(device), "reserved_bytes.small_pool"
         set_aside(device, total_bytes - (stats[f"{of}.peak"] - stats[f"{of}.current"]))
+        with suppress(torch.OutOfMemoryError):
+            _WALLS[device] = walls(device, holes)
+
+
+def tear_down(device: torch.device) -> None:
+    """Let go of what divides the memory that is set aside."""
+    _WALLS.pop(device, None)
+
+
+def walls(device: torch.device, holes: Sequence[int]) -> list[torch.Tensor]:
+    """What lies behind holes of so many bytes, in what is free, while it is held."""
+    opened, found = list[torch.Tensor](), list[torch.Tensor]()
+    for nbytes in holes:
+        opened.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        found.append(torch.empty(WALL_BYTES, dtype=torch.uint8, device=device))
+    return found
 
 
 def set_aside(device: torch.device, total_bytes: int) -> None:
@@ -97,6 +122,7 @@ class _Cap:
         if self._open:
             self._apply()
         else:
+            tear_down(self._device)
             self._expandable(False)
             torch.cuda.set_per_process_memory_fraction(self._before, self._device)
 
@@ -123,6 +149,7 @@ class _Cap:
 
 
 _CAPS: dict[torch.device, _Cap] = {}
+_WALLS: dict[torch.device, list[torch.Tensor]] = {}
 
 
 @functools.cache

@@ -16,15 +16,12 @@ from typing import Protocol, TypeVar
 import torch
 
 from belady.memory.apart import count_as_ours, others_have_pools
-from belady.memory.cap import PAGE_BYTES, set_aside
+from belady.memory.cap import PAGE_BYTES, set_aside, tear_down, walls
 from belady.memory.streams import current_stream
 from belady.memory.workspaces import give_up, take_for_capture
 
 T = TypeVar("T")
 Holes = tuple[int, ...] | None
-
-# What is behind a hole; smaller blocks come from segments of their own.
-WALL_BYTES = 2 << 20
 
 
 class Capturing(Protocol):
@@ -101,6 +98,7 @@ class Launches:
         self._latest: torch.cuda.Stream | None = None
         # Workspaces of a capture are of that one, and no other's; what is free elsewhere, the pool
         # is not given.
+        tear_down(device)
         give_up(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -156,13 +154,7 @@ class Launches:
             torch.cuda.reset_peak_memory_stats(self._device)
         # In the midst of all that comes and goes they would part it in two.
         take_for_capture(self._device)
-        opened = list[torch.Tensor]()
-        for nbytes in self.holes or ():
-            opened.append(self._block(nbytes))
-            self._walls.append(self._block(WALL_BYTES))
-
-    def _block(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._walls = walls(self._device, self.holes or ())
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture, also one that the driver has ended because of what was issued.

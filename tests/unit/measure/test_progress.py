@@ -20,6 +20,7 @@ from belady.measure.stages import Policy, Stage
 from belady.measure.trial import Trial
 from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
+from belady.memory.piece import Piece
 from belady.planners import plan, smallest_budget
 from belady.planners.workspace import LEAN
 from belady.simulate import simulate
@@ -131,11 +132,13 @@ def test_every_plan_settles_anew() -> None:
 
 
 @pytest.mark.parametrize(("leaner", "settles"), [(True, 2), (False, 1)])
-def test_memory_is_in_one_piece_again_when_a_plan_has_settled(leaner: bool, settles: int) -> None:
+def test_memory_is_in_one_piece_again_when_a_plan_has_settled(
+    leaner: bool, settles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = planned() if leaner else plan("floor", TRACE, HARDWARE, PLENTY)
     cleared: list[Stage] = []
     kind = Progress(Stage.SETTLING, Trial(made, HARDWARE, "vdnn_all"))
-    kind.clear = lambda: cleared.append(kind.stage)
+    monkeypatch.setattr(Piece, "clear", lambda _: cleared.append(kind.stage))
     for _ in range(settles):
         assert cleared == []
         kind.went_as_planned(SAMPLE)
@@ -145,15 +148,17 @@ def test_memory_is_in_one_piece_again_when_a_plan_has_settled(leaner: bool, sett
     assert kind.samples == [SAMPLE]
 
 
-def test_a_flush_for_what_was_left_before_verifies_nothing() -> None:
-    cleared: list[int] = []
+def test_a_flush_for_what_was_left_before_verifies_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cleared: list[None] = []
     kind = Progress(Stage.SETTLING, Trial(plan("floor", TRACE, HARDWARE, PLENTY), HARDWARE, "auto"))
     kind.went_as_planned(SAMPLE)
-    kind.clear = lambda: cleared.append(kind.flushed)
+    monkeypatch.setattr(Piece, "clear", lambda _: cleared.append(None))
     flushing = Sample(0.0, 9.0, retries=1)
     assert not kind.went_as_planned(SAMPLE)
     assert not kind.went_as_planned(flushing)
-    assert cleared == [1]
+    assert cleared == [None]
     # In a row: memory was in one piece again only because of the flush.
     assert not kind.went_as_planned(SAMPLE)
     assert kind.went_as_planned(SAMPLE)
@@ -189,7 +194,9 @@ def test_a_plan_that_flushes_each_time_is_known_as_such() -> None:
 def test_memory_far_below_its_budget_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms: list[int] = []
     monkeypatch.setattr("belady.measure.trial.SPARE_BYTES", 0)
-    monkeypatch.setattr("belady.measure.progress.make_room", lambda _, room: rooms.append(room))
+    monkeypatch.setattr(
+        "belady.memory.piece.make_room", lambda _, room, *_holes: rooms.append(room)
+    )
     carrier = cast(Carrier, SimpleNamespace(device=torch.device("cpu"), reserve=lambda _: None))
     for budget, cleared in ((PLENTY, 1), (Budget(2 * MIB), 2)):
         made = replace(plan("floor", TRACE, HARDWARE, PLENTY), assignments=(), budget=budget)
@@ -255,3 +262,21 @@ def test_an_iteration_that_goes_as_it_was_seen_to_run_is_no_surprise(
     # The policy was asked with what is known now, and without a larger margin.
     assert asked == [HARDWARE.allocator]
     assert verification.notes == []
+
+
+def test_what_memory_was_divided_into_is_kept_with_a_plan_that_was_measured() -> None:
+    made = Trial(plan("floor", TRACE, HARDWARE, PLENTY), HARDWARE, "auto")
+    kind = Progress(Stage.SETTLING, made)
+    kind.piece.holes = (3 * MIB,)
+    for _ in range(3):
+        ended = kind.went_as_planned(SAMPLE)
+    assert ended
+    verification = Verification(Policy("auto", PLENTY), HARDWARE)
+    kind.conclude(verification, TRACE, ())
+    assert kind.trial is not None
+    assert kind.trial.holes == (3 * MIB,)
+    carrier = cast(Carrier, SimpleNamespace(device=torch.device("cpu"), reserve=lambda _: None))
+    again = Progress(Stage.SETTLING)
+    nothing = replace(kind.trial.plan, assignments=())
+    again.begin(replace(kind.trial, plan=nothing), TRACE, carrier)
+    assert again.piece.holes == (3 * MIB,)
