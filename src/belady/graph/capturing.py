@@ -34,7 +34,7 @@ DIVISIONS = 8
 # Seconds after which no other is tried: another plan is asked for, and compiled.
 _MOST_S = 15.0
 # Part of the room that a capture is taken to lack which runs out of memory.
-_PART = 20
+_PART = 40
 
 
 @dataclass(frozen=True)

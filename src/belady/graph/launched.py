@@ -163,7 +163,8 @@ class Launched:
             with _as_a_part():
                 # Before all else, so that they do not leave the rest in pieces.
                 self._places.take()
-                self.launches.divide()
+            self.launches.divide()
+            with _as_a_part():
                 made = self._program.forward([*self._given], self._contents, None)
                 self._carrier.join()
                 return made
