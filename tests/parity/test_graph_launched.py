@@ -120,6 +120,26 @@ def test_ways_to_write_an_iteration(
     train(CNN, step, policy, monkeypatch)
 
 
+@pytest.mark.parametrize("policy", ["baseline", "vdnn_all"])
+def test_what_backward_is_given_is_given_again_each_time(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of the pool, so that forward writes over it."""
+    forward, poisoned = Launched._forward, list[Tensor]()
+
+    def poisons(self: Launched, *given: Any) -> Any:
+        made = forward(self, *given)
+        for it in self._tangents:
+            it.fill_(math.nan)
+            poisoned.append(it)
+        return made
+
+    monkeypatch.setattr(Launched, "_forward", poisons)
+    (only,) = train(CNN, plain, policy, monkeypatch)
+    assert only.launched >= 8
+    assert poisoned
+
+
 def suddenly_twice(training: Training, index: int) -> list[Tensor]:
     """A second backward through the same call, once launches have begun."""
     loss = training.loss(index)

@@ -19,13 +19,13 @@ _PIECES, _PAGES = 1.1, 2
 
 
 def fixed_bytes(kind: Kind) -> int:
-    """Of copies of what forward is given, and of what backward is given, which stay."""
+    """Of copies of what forward is given, which stay."""
     if kind.force is None:
         return 0
     part = kind.force.drawn.parts[0]
     pairs = zip(part.joint.primals, part.inputs, strict=True)
     copied = [node for node, name in pairs if name not in part.kinds]
-    return bytes_of((*copied, *part.joint.tangents))
+    return bytes_of(copied)
 
 
 def between_bytes(kind: Kind) -> int:

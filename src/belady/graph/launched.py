@@ -36,9 +36,10 @@ class Launched:
     """A program as it was captured: what it reads and writes lies where it lay then.
 
     Inputs that last are read where they are. All others, and the gradients that backward is given,
-    are copied to where they were when it was captured. Results are copied to memory of their own,
-    as programs keep them longer than it takes to the next launch. Gradients are handed out where
-    they lie: only when all of them are gone may forward be launched again.
+    are copied to where they were when it was captured, the latter to memory that is free until
+    then. Results are copied to memory of their own, as programs keep them longer than it takes to
+    the next launch. Gradients are handed out where they lie: only when all of them are gone may
+    forward be launched again.
 
     Parameters
     ----------
@@ -80,7 +81,8 @@ class Launched:
         self._read = [n for n, arg in enumerate(args) if storage_of(arg) in lasting]
         self._addresses = [args[number].data_ptr() for number in self._read]
         self._told = [(n, arg) for n, arg in enumerate(args) if not isinstance(arg, torch.Tensor)]
-        self._tangents = [like(fake_value(node), carrier.device) for node in forward.joint.tangents]
+        self._wanted = [fake_value(node) for node in forward.joint.tangents]
+        self._tangents: list[torch.Tensor] = []
         self._closed = False
         self._launch_forward = self._launch_backward = _gone
         self._results: list[Any] = []
@@ -171,8 +173,9 @@ class Launched:
 
         def backward() -> list[Any]:
             saved = fresh.pop() if fresh else self._saved_again(self._contents)
+            given = self._given_to_backward()
             with _as_a_part():
-                gradients = self._program.backward(saved, [*self._tangents], self._contents, None)
+                gradients = self._program.backward(saved, given, self._contents, None)
                 self._carrier.join()
                 return gradients
 
@@ -194,6 +197,18 @@ class Launched:
         self._storages = [storage_of(it) for it in tensors]
         del tensors
         self._alone = _users(self._storages)
+
+    def _given_to_backward(self) -> list[torch.Tensor]:
+        """Where backward finds the gradients it is given.
+
+        They are of the pool, beside what forward has saved: when they are consumed others get the
+        bytes, and what is launched before backward may have written to them.
+        """
+        if self._tangents:
+            return [*self._tangents]
+        given = [like(it, self._carrier.device) for it in self._wanted]
+        self._tangents = [self.launches.seen(it) for it in given]
+        return given
 
     def _kept(self, value: Any, outside: set[int]) -> Any:
         """What was saved, without holding bytes of the pool."""
@@ -230,6 +245,7 @@ class Launched:
             contents = self._contents.anew()
             return self._program.backward(self._saved_again(contents), args, contents, None)
         if self._tangents:
+            self.launches.follow()
             torch._foreach_copy_(self._tangents, args)
         args.clear()
         self._lasting.clear()

@@ -10,7 +10,7 @@ from operator import attrgetter
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.timeline import Lane, Span
-from belady.ir.trace import Phase, Trace
+from belady.ir.trace import Phase, StorageKind, Trace
 from belady.simulate import simulate
 from belady.simulate.engine import iteration_seconds, kernel_seconds, last_of_forward
 from belady.simulate.reassigned import reassigned
@@ -22,8 +22,17 @@ _WORTH = 0.01
 
 
 def unissued(trace: Trace) -> Trace:
-    """The trace with no host in it."""
-    return replace(trace, ops=tuple(replace(op, host_seconds=0.0) for op in trace.ops))
+    """The trace with no host in it, and none who holds what backward is given while that runs."""
+    begins, read = last_of_forward(trace) + 1, dict[int, int]()
+    for at, op in enumerate(trace.ops):
+        read |= {trace.values[value].storage: at for value in op.reads}
+    storages = list(trace.storages)
+    for number, it in enumerate(storages):
+        if it.kind is StorageKind.INPUT and it.birth >= begins > 0 and number in read:
+            over = min(it.death, read[number] + 1)
+            storages[number] = replace(it, released=min(it.released, over), death=over)
+    ops = tuple(replace(op, host_seconds=0.0) for op in trace.ops)
+    return replace(trace, ops=ops, storages=tuple(storages))
 
 
 def launching(hardware: HardwareProfile, beside_bytes: int) -> HardwareProfile:

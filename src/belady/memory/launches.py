@@ -55,6 +55,10 @@ class Capturing(Protocol):
         """The bytes of a tensor that a capture gave, without holding them."""
         ...
 
+    def follow(self) -> None:
+        """Have the current stream wait for what was launched."""
+        ...
+
     def over(self) -> None:
         """All is captured."""
         ...
@@ -134,12 +138,15 @@ class Launches:
         return partial(self._launch, graph.replay), given
 
     def _launch(self, replay: Callable[[], None]) -> None:
+        self.follow()
+        replay()
+
+    def follow(self) -> None:
+        """Have the current stream wait for what was launched: one writes where another reads."""
         stream = current_stream(self._device)
         if stream is not None and self._latest is not None and stream is not self._latest:
-            # One launch writes where another one reads.
             stream.wait_stream(self._latest)
         self._latest = stream
-        replay()
 
     def divide(self) -> None:
         """Have the pool begin here, while the first part is issued to be captured.

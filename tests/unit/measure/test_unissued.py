@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -12,7 +12,7 @@ from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.timeline import Lane, Span, Timeline
-from belady.ir.trace import Phase, Tier, Trace
+from belady.ir.trace import Phase, StorageKind, Tier, Trace
 from belady.measure.unissued import for_launches, in_time, unissued
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
@@ -229,3 +229,31 @@ def test_a_search_that_knows_of_the_wait_loses_little_to_it() -> None:
     assert launched(trace, hardware, knowing) == knowing.predicted_seconds
     late = in_time(trace, hardware, unknowing, EVERYWHERE)
     assert knowing.predicted_seconds < late.predicted_seconds < launched(trace, hardware, unknowing)
+
+
+def test_what_backward_is_given_goes_when_it_is_read() -> None:
+    """Of a launch nobody holds it, as autograd does while backward is issued."""
+    specs = [OpSpec(nbytes=MIB, device_us=100) for _ in range(LAYERS)]
+    trace = build_trace(specs, every_boundary=True, input_held=False)
+    backward, end = begins(trace), len(trace.ops)
+    number = next(
+        trace.values[value].storage
+        for value in trace.ops[backward].reads
+        if not trace.storages[trace.values[value].storage].persistent
+    )
+    last = max(
+        at
+        for at, op in enumerate(trace.ops)
+        if number in {trace.values[value].storage for value in op.reads}
+    )
+    for birth, kind in product((0, backward), StorageKind):
+        storages = list(trace.storages)
+        storages[number] = replace(
+            storages[number], kind=kind, birth=birth, released=end, death=end
+        )
+        held = replace(trace, storages=tuple(storages))
+        found = unissued(held).storages[number]
+        goes = birth == backward and kind is StorageKind.INPUT
+        assert (found.released, found.death) == ((last + 1,) * 2 if goes else (end, end))
+        others = [it for at, it in enumerate(unissued(held).storages) if at != number]
+        assert others == [it for at, it in enumerate(held.storages) if at != number]
