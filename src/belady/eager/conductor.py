@@ -104,6 +104,7 @@ class Conductor:
         with ExitStack() as stack:
             # All are asked, also where one raises.
             for kind in self._kinds.values():
+                kind.piece.close()
                 stack.callback(kind.settle)
 
     def record(self) -> None:

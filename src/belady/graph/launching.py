@@ -116,6 +116,9 @@ class Launching:
         if kind is not before:
             held, self._kind = self._launched is not None, kind
             self._give_back()
+            if before is not None:
+                # What it was to be listened to for is another's.
+                before.piece.close()
             if held and before is not None:
                 before.prospect.put_off(_MOST)
                 self._issue_again(kind)
@@ -195,6 +198,8 @@ class Launching:
     def close(self) -> None:
         """Nothing is launched any more."""
         self._give_back()
+        if self._kind is not None:
+            self._kind.piece.close()
 
     def _give_back(self) -> None:
         launched, self._launched = self._launched, None
