@@ -23,7 +23,7 @@ from belady.graph.launched import Launched
 from belady.memory.cap import WALL_BYTES
 from belady.memory.carrier import Carrier
 from belady.memory.launches import Capturing, Holes, Launches
-from belady.simulate.holes import divisions
+from belady.simulate.holes import divisions, told
 from belady.simulate.stretch import Event
 from belady.units import format_bytes
 
@@ -77,6 +77,8 @@ class Attempt:
             launches: Capturing = Launches(self.carrier.device, holes, self.room_bytes)
             launched, lacking = self._with(launches)
             if launched is not None:
+                if holes is not None:
+                    _log.info("an iteration is captured in one piece: %s", told(holes))
                 return launched, 0
             # Frames of what failed may be in cycles; the pool stays as long as one of them does.
             gc.collect()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from belady.memory.cap import WALL_BYTES, make_room
 from belady.memory.ledger import Ledger
-from belady.simulate.holes import divisions
+from belady.simulate.holes import divisions, told
 from belady.simulate.stretch import Event
+
+_log = logging.getLogger("belady")
 
 
 class Piece:
@@ -46,6 +49,7 @@ class Piece:
             return
         if self._events:
             self.holes, *_ = divisions(self._events, WALL_BYTES, 1)
+            _log.info("the allocator flushes its cache: walls leave it %s", told(self.holes))
         self.clear()
         if not self._events:
             self._ledger.begin()

@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 
 from belady.simulate.stretch import Event, end_of
+from belady.units import format_bytes
 
 # Blocks that are simulated; holes are of the sizes of larger ones.
 _SMALL, _LEAST = 1 << 20, 8 << 20
@@ -44,6 +45,11 @@ def divisions(events: Sequence[Event], wall: int, count: int) -> list[Holes]:
             found[holes] = end_of(events, _SMALL, holes, wall)
     # Of equals the one with the fewest walls.
     return sorted(found, key=lambda holes: (found[holes], len(holes)))[:count]
+
+
+def told(holes: Holes) -> str:
+    """How a log says what a piece begins with."""
+    return " and ".join([*map(format_bytes, holes), "the rest"])
 
 
 def _drawn(rng: random.Random, sizes: Sequence[int]) -> Holes:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from belady.simulate.blocks import Blocks
-from belady.simulate.holes import divisions
+from belady.simulate.holes import divisions, told
 from belady.simulate.stretch import Event, Stretch, end_of
 
 MIB = 1 << 20
@@ -88,3 +88,8 @@ def test_a_wall_saves_an_iteration_of_resnet50_what_lies_lost_between_its_blocks
     (best,) = divisions(events, WALL, 1)
     divided = end_of(events, MIB, best, WALL)
     assert [it // MIB for it in (held, whole, divided)] == [2205, 2450, 2261]
+
+
+def test_a_log_says_what_a_piece_begins_with() -> None:
+    assert told((48 * MIB, 3 * MIB)) == "48.00 MiB and 3.00 MiB and the rest"
+    assert told(()) == "the rest"
