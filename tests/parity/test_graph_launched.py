@@ -34,9 +34,9 @@ from belady.measure import verification
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.unissued import Ask
 from belady.measure.verification import Verification
-from belady.memory.launches import Holes, Launches
+from belady.memory.launches import Launches
 from belady.simulate import simulate
-from belady.simulate.holes import divisions
+from belady.simulate.holes import Holes, divisions
 from belady.simulate.reassigned import reassigned
 from belady.simulate.stretch import Event
 from tests.parity.racing import random_plan
@@ -416,7 +416,7 @@ def test_what_lacks_room_when_it_is_captured_goes_on(monkeypatch: pytest.MonkeyP
 def test_a_capture_whose_blocks_do_not_fit_begins_with_other_holes(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holes: list[Holes] = []
+    holes: list[Holes | None] = []
     begin = Rerun.__init__
 
     def lacking(self: Rerun, *given: Any) -> None:
@@ -872,10 +872,10 @@ def test_a_gpu_has_its_memory_back_at_once_when_a_capture_fails(
 def test_a_gpu_divides_a_piece_by_what_an_iteration_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_GAINS", -100.0)
     asked: list[Sequence[Event]] = []
-    holes: list[Holes] = []
+    holes: list[Holes | None] = []
     capture = Launches.capture
 
-    def noted(events: Sequence[Event], wall: int, count: int) -> list[tuple[int, ...]]:
+    def noted(events: Sequence[Event], wall: int, count: int) -> list[Holes]:
         asked.append(events)
         return divisions(events, wall, count)
 

@@ -14,10 +14,10 @@ from belady.graph import capturing, launching
 from belady.graph.contents import Content
 from belady.ir.trace import Tier
 from belady.memory.contents import Moved
-from belady.memory.launches import Holes
+from belady.simulate.holes import Holes
 
 # What a piece of memory is said to be divided into best; and in how many ways a pool may begin.
-DIVISIONS: list[tuple[int, ...]] = [(1,), (), (3, 2)]
+DIVISIONS: list[Holes] = [(1,), (), (3, 2)]
 WAYS = 1 + len(DIVISIONS)
 
 
@@ -41,7 +41,7 @@ class Rerun:
 
     reserved = 0
 
-    def __init__(self, models: Sequence[nn.Module], holes: Holes) -> None:
+    def __init__(self, models: Sequence[nn.Module], holes: Holes | None) -> None:
         self.holes = holes
         self.launched = self.peak_bytes = 0
         self._models = models
@@ -118,7 +118,7 @@ def launching_on_a_cpu(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Modu
     """Have iterations launched that gain nothing; what stands for their graphs, as it is made."""
     made: list[Rerun] = []
 
-    def launches(device: torch.device, holes: Holes, room_bytes: int) -> Rerun:
+    def launches(device: torch.device, holes: Holes | None, room_bytes: int) -> Rerun:
         made.append(Rerun(models, holes))
         return made[-1]
 

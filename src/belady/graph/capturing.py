@@ -22,8 +22,8 @@ from belady.graph.kinds import Force
 from belady.graph.launched import Launched
 from belady.memory.cap import WALL_BYTES
 from belady.memory.carrier import Carrier
-from belady.memory.launches import Capturing, Holes, Launches
-from belady.simulate.holes import divisions, told
+from belady.memory.launches import Capturing, Launches
+from belady.simulate.holes import Holes, divisions, told
 from belady.simulate.stretch import Event
 from belady.units import format_bytes
 
@@ -65,7 +65,7 @@ class Attempt:
     args: Sequence[Any]
     events: Sequence[Event]
     room_bytes: int
-    first: Holes = None
+    first: Holes | None = None
 
     def captured(self) -> tuple[Launched | None, int]:
         """What was captured; or None, and the bytes that were lacking: 0 where more would not do.
@@ -90,7 +90,7 @@ class Attempt:
                 break
         return None, least
 
-    def _ways(self) -> Iterator[Holes]:
+    def _ways(self) -> Iterator[Holes | None]:
         """What a pool may begin with; one thing after another is worked out as it is asked for."""
         yield self.first
         if self.first is not None:

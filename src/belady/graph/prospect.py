@@ -9,7 +9,7 @@ from enum import Enum, auto
 from belady.graph.parts import Drawn
 from belady.ir.timeline import Measured
 from belady.measure.trial import Trial
-from belady.memory.launches import Holes
+from belady.simulate.holes import Holes
 from belady.simulate.stretch import Event
 
 
@@ -56,7 +56,7 @@ class Prospect:
     stepping_bytes: int = 0
     lacking_bytes: int | None = None
     events: Sequence[Event] = ()
-    holes: Holes = None
+    holes: Holes | None = None
 
     @property
     def open(self) -> bool:

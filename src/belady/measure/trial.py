@@ -11,6 +11,7 @@ from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
 from belady.memory.cap import SPARE_BYTES
+from belady.simulate.holes import Holes
 from belady.units import format_bytes
 
 # Part of a budget up to which a plan needs nothing of the allocator.
@@ -36,7 +37,7 @@ class Trial:
     hardware: HardwareProfile
     policy: str
     measured: Measured | None = None
-    holes: tuple[int, ...] = ()
+    holes: Holes = ()
 
     def room(self, peak_bytes: int, blocks_bytes: int) -> int:
         """Bytes that torch's allocator should hold in one piece for a plan with this peak.

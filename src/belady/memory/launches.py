@@ -19,9 +19,9 @@ from belady.memory.apart import count_as_ours, others_have_pools
 from belady.memory.cap import PAGE_BYTES, set_aside, tear_down, walls
 from belady.memory.streams import current_stream
 from belady.memory.workspaces import give_up, take_for_capture
+from belady.simulate.holes import Holes
 
 T = TypeVar("T")
-Holes = tuple[int, ...] | None
 
 
 class Capturing(Protocol):
@@ -35,7 +35,7 @@ class Capturing(Protocol):
         Most bytes that the device held, once all is captured.
     """
 
-    holes: Holes
+    holes: Holes | None
     peak_bytes: int
 
     @property
@@ -94,7 +94,9 @@ class Launches:
         Most bytes allocated at once, of all that is there, once all is captured.
     """
 
-    def __init__(self, device: torch.device, holes: Holes = None, room_bytes: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, holes: Holes | None = None, room_bytes: int = 0
+    ) -> None:
         self._device, self.holes = device, holes
         self._room_bytes = room_bytes
         self._walls: list[torch.Tensor] = []

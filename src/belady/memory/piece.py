@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
 from belady.memory.cap import WALL_BYTES, make_room
 from belady.memory.ledger import Ledger
-from belady.simulate.holes import divisions, told
-from belady.simulate.stretch import Event
+from belady.simulate.holes import Holes, divisions, told
 
 _log = logging.getLogger("belady")
 
@@ -26,11 +24,11 @@ class Piece:
         Bytes of the holes that it is divided into, and the rest.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, holes: tuple[int, ...] = ()) -> None:
+    def __init__(self, device: torch.device, nbytes: int, holes: Holes = ()) -> None:
         self._device, self._nbytes = device, nbytes
         self.holes = holes
         self._ledger = Ledger(device)
-        self._events: Sequence[Event] = ()
+        self._suits: Holes | None = None
         make_room(device, nbytes, holes)
 
     def clear(self) -> None:
@@ -44,14 +42,15 @@ class Piece:
         After the first such one the next is listened to. At another one the piece is divided as
         suits what that took.
         """
-        self._events = self._ledger.end() or self._events
+        if events := self._ledger.end():
+            self._suits, *_ = divisions(events, WALL_BYTES, 1)
         if not flushed:
             return
-        if self._events:
-            self.holes, *_ = divisions(self._events, WALL_BYTES, 1)
+        if self._suits is not None:
+            self.holes = self._suits
             _log.info("the allocator flushes its cache: walls leave it %s", told(self.holes))
         self.clear()
-        if not self._events:
+        if self._suits is None:
             self._ledger.begin()
 
     def close(self) -> None:

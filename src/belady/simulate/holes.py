@@ -22,6 +22,7 @@ _HOLES, _ROW = 4, (1, 1, 1, 2, 3)
 # Divisions that are simulated: as many as have so many blocks in all.
 _EVENTS, _FEWEST, _MOST = 1_000_000, 16, 400
 
+# Bytes of each hole that a piece begins with; the rest lies behind the last wall.
 Holes = tuple[int, ...]
 
 

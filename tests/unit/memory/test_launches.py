@@ -13,7 +13,8 @@ from belady.ir.trace import Tier
 from belady.memory.cap import enforce
 from belady.memory.fixed import FixedCarrier
 from belady.memory.lanes import lanes_for
-from belady.memory.launches import Holes, Launches
+from belady.memory.launches import Launches
+from belady.simulate.holes import Holes
 
 DEVICE = torch.device("cuda", 0)
 MANY = 1 << 20
@@ -43,7 +44,7 @@ def test_a_launch_reads_and_writes_where_it_was_captured() -> None:
     assert launches.peak_bytes > 2 * MANY * 4
 
 
-def ends(holes: Holes, *sizes: int) -> list[int]:
+def ends(holes: Holes | None, *sizes: int) -> list[int]:
     """MiB between where a pool begins and where blocks of so many MiB end, taken and held."""
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved(DEVICE) + 400 * MANY
@@ -84,7 +85,7 @@ def test_blocks_of_a_pool_lie_between_its_walls() -> None:
 
 
 @pytest.mark.parametrize("holes", [None, ()])
-def test_a_pool_with_all_of_its_room_has_no_need_to_grow(holes: Holes) -> None:
+def test_a_pool_with_all_of_its_room_has_no_need_to_grow(holes: Holes | None) -> None:
     """Under a cap torch maps more only where there is room for all of what is asked for."""
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved(DEVICE) + 400 * MANY

@@ -11,7 +11,8 @@ import torch
 from belady.memory import workspaces
 from belady.memory.cap import enforce, make_room
 from belady.memory.lanes import resolve
-from belady.memory.launches import Holes, Launches
+from belady.memory.launches import Launches
+from belady.simulate.holes import Holes
 
 MIB = 2**20
 BUDGET, ROOM = 768 * MIB, 400 * MIB
@@ -157,7 +158,7 @@ def test_a_capture_takes_as_many_and_they_still_come_back(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("holes", [None, ()])
-def test_a_capture_begins_with_them(holes: Holes, device: torch.device) -> None:
+def test_a_capture_begins_with_them(holes: Holes | None, device: torch.device) -> None:
     with torch.cuda.stream(torch.cuda.Stream(device)) as _:
         kept = products(device)
         launches = Launches(device, holes, torch.cuda.memory_reserved(device) + ROOM)

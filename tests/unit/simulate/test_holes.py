@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from belady.simulate.blocks import Blocks
 from belady.simulate.holes import divisions, told
-from belady.simulate.stretch import Event, Stretch, end_of
+from belady.simulate.stretch import Event, end_of
 
 MIB = 1 << 20
 WALL = 2 * MIB
@@ -60,20 +60,7 @@ def test_the_best_come_first_and_none_is_worse_than_no_wall_at_all(
 def test_walls_stay_where_they_are(rng: random.Random, sizes: list[int]) -> None:
     """What ends after many iterations is what ends after one."""
     events, holes = mixed(rng, 20), [it * MIB for it in sizes]
-    stretch, opened = Stretch(), list[int]()
-    for nbytes in holes:
-        opened.append(stretch.take(nbytes))
-        stretch.take(WALL)
-    for address in opened:
-        stretch.free(address)
-    for _ in range(3):
-        where: dict[int, int] = {}
-        for block, nbytes in events:
-            if nbytes:
-                where[block] = stretch.take(nbytes)
-            else:
-                stretch.free(where.pop(block))
-    assert stretch.end == end_of(events, MIB, holes, WALL)
+    assert end_of(3 * events, MIB, holes, WALL) == end_of(events, MIB, holes, WALL)
 
 
 def test_small_blocks_alone_need_no_walls() -> None:
