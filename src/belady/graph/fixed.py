@@ -87,10 +87,16 @@ class Kept:
 
 
 def like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor that lies as another one, with bytes of its own."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
-    )
+    """A tensor that lies as another one, with bytes of its own.
+
+    Nobody fills them, as deterministic algorithms have it: what is captured would do so again in
+    each launch, also where somebody has written to them in between.
+    """
+    device = device or tensor.device
+    _, nbytes = Geometry.of(tensor)._replace(offset=0).span()
+    bytes_ = torch.UntypedStorage(nbytes, device=device)
+    made = torch.empty(0, dtype=torch.uint8, device=device).view(tensor.dtype)
+    return made.set_(bytes_, 0, tensor.shape, tensor.stride())
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

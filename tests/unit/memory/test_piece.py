@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -83,6 +84,8 @@ def test_far_below_the_budget_nothing_is_set_aside_anew(made: list[tuple[int, ..
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
+    # What tests before have left in cycles would go in between.
+    gc.collect()
     torch.cuda.empty_cache()
     undo = enforce(SOMEWHERE, torch.cuda.memory_reserved(SOMEWHERE) + 400 * MIB)
     yield SOMEWHERE
