@@ -94,7 +94,7 @@ def like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tens
     """
     device = device or tensor.device
     _, nbytes = Geometry.of(tensor)._replace(offset=0).span()
-    bytes_ = torch.UntypedStorage(nbytes, device=device)
+    bytes_ = torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
     made = torch.empty(0, dtype=torch.uint8, device=device).view(tensor.dtype)
     return made.set_(bytes_, 0, tensor.shape, tensor.stride())
 
