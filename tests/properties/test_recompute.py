@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from belady.ir.plan import Assignment, Budget, Decision, Offload, Plan, Recomput
 from belady.ir.replay import sources
 from belady.ir.residency import away, offload_boundaries
 from belady.ir.timeline import Lane
-from belady.ir.trace import Tier, Trace
+from belady.ir.trace import Source, Tier, Trace
 from belady.planners.replays import cheapest
 from belady.simulate import bound, simulate
 from tests.support.strategies import instances, random_trace
@@ -50,11 +51,28 @@ def drawn_mix(rng: random.Random, trace: Trace, hardware: HardwareProfile) -> di
     return found
 
 
+def drawn_together(
+    rng: random.Random, trace: Trace, hardware: HardwareProfile, found: dict[int, Decision]
+) -> dict[int, Decision]:
+    """The same with some replays earlier, at the boundary of another one."""
+    found = dict(found)
+    for value, it in [*found.items()]:
+        others = [at.at for at in found.values() if isinstance(at, Recompute)]
+        if isinstance(it, Recompute):
+            earlier = replace(it, at=min(it.at, rng.choice(others)))
+            if check(trace, hardware, plan_of(trace, found | {value: earlier}), ROOMY).ok:
+                found[value] = earlier
+    return found
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Trace, HardwareProfile, Plan]:
     trace, hardware = draw(instances(max_ops=10))
     rng = draw(st.randoms(use_true_random=False))
-    return trace, hardware, plan_of(trace, drawn_mix(rng, trace, hardware))
+    found = drawn_mix(rng, trace, hardware)
+    if trace.source is Source.GRAPH:
+        found = drawn_together(rng, trace, hardware, found)
+    return trace, hardware, plan_of(trace, found)
 
 
 def replays(plan: Plan) -> dict[int, Recompute]:
@@ -73,18 +91,28 @@ def counted(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
     found = []
     for index, op in enumerate(trace.ops):
         most = allocator.held(op.workspace_bytes)
-        for value, it in replays(plan).items():
-            if it.at == index:
-                for place, step in enumerate(it.ops):
-                    # What was made by then and is read or written then or later.
-                    made = {s for o in it.ops[: place + 1] for s in storages(trace, o, made=True)}
-                    wanted = {s for o in it.ops[place:] for s in storages(trace, o, made=False)}
-                    live = made & wanted - {trace.values[value].storage}
-                    beside = sum(allocator.held(trace.storages[s].nbytes) for s in live)
-                    scratch = allocator.held(trace.ops[step].workspace_bytes)
-                    most = max(most, beside + scratch)
+        for values, ops in rows(trace, plan, index):
+            own = {trace.values[value].storage for value in values}
+            for place, step in enumerate(ops):
+                # What was made by then and is read or written then or later.
+                made = {s for o in ops[: place + 1] for s in storages(trace, o, made=True)}
+                wanted = {s for o in ops[place:] for s in storages(trace, o, made=False)}
+                beside = sum(allocator.held(trace.storages[s].nbytes) for s in made & wanted - own)
+                scratch = allocator.held(trace.ops[step].workspace_bytes)
+                most = max(most, beside + scratch)
         found.append(exact.held[index][Tier.DEVICE] + most)
     return found
+
+
+def rows(trace: Trace, plan: Plan, boundary: int) -> list[tuple[list[int], list[int]]]:
+    """Values that are made again at a boundary, by ops in a row: in a graph all in one."""
+    here = [(v, it) for v, it in replays(plan).items() if it.at == boundary]
+    if trace.source is not Source.GRAPH:
+        return [([value], [*it.ops]) for value, it in here]
+    ops: list[int] = []
+    for _, it in sorted(here, key=lambda each: trace.values[each[0]].producer):
+        ops += (op for op in it.ops if op not in ops)
+    return [([value for value, _ in here], ops)]
 
 
 def _keeps_the_budget_that_it_was_judged_by(
@@ -121,7 +149,9 @@ def _each_moment_is_work_a_replay_or_a_stall(
 ) -> None:
     timeline = simulate(trace, hardware, plan)
     stalled = sum(stall.seconds for stall in timeline.stalls)
-    again = sum(trace.ops[op].device_seconds for it in replays(plan).values() for op in it.ops)
+    at = {it.at for it in replays(plan).values()}
+    runs = chain.from_iterable(ops for it in at for _, ops in rows(trace, plan, it))
+    again = sum(trace.ops[op].device_seconds for op in runs)
     assert timeline.replay_seconds == pytest.approx(again)
     assert timeline.compute_seconds == pytest.approx(sum(op.device_seconds for op in trace.ops))
     assert timeline.seconds == pytest.approx(timeline.compute_seconds + again + stalled)

@@ -61,6 +61,8 @@ class Body:
         self._scarce = orders.scarce[which]
         self._recoverable = recoverable
         self._op = 0
+        # Names of what replays have made at a boundary.
+        self._at, self._again = 0, dict[fx.Node, str]()
 
     def unpack(self, source: str, names: list[str]) -> None:
         """Bind the items of a list and empty it."""
@@ -140,10 +142,18 @@ class Body:
         return self.demand(node) if isinstance(node, fx.Node) else repr(node)
 
     def replay(self, replay: Replay) -> None:
-        """Run ops of forward again; what they make beside the targets is dropped."""
+        """Run ops of forward again, but for those that others have run at this boundary.
+
+        What they make beside the targets is dropped once nothing at this boundary reads it.
+        """
+        if self._at != self._op:
+            self._at, self._again = self._op, {}
         names = {node: self.names[node] for node in self._writer.joint.constants}
         names |= {node: self.names[node] for node in replay.sources}
         for step in replay.steps:
+            if not replay.overwrites and self._again.keys() >= {*step.made}:
+                names |= {node: self._again[node] for node in step.made}
+                continue
             for node in step.made:
                 target = node in replay.targets
                 names[node] = self.names[node] if target else f"again{replay.storage}_{node.name}"
@@ -151,6 +161,9 @@ class Body:
             if self._writer.watched:
                 shown = [names[node] for node in step.made]
                 self.code.add(f"watch.seen(({''.join(name + ', ' for name in shown)}))", shown)
+        if not replay.overwrites:
+            self._again |= {node: names[node] for step in replay.steps for node in step.made}
+        self.names |= {node: names[node] for node in replay.targets}
         self.defined.update(replay.targets)
 
     def _call(self, step: Step) -> None:

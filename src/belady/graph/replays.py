@@ -40,12 +40,15 @@ class Replay:
         Nodes of forward that they start from.
     targets
         The nodes on the storage that backward reads, or that another replay starts from.
+    overwrites
+        Whether a step writes over what another one has made.
     """
 
     storage: int
     steps: tuple[Step, ...]
     sources: tuple[fx.Node, ...]
     targets: tuple[fx.Node, ...]
+    overwrites: bool
 
 
 def replays_of(
@@ -105,7 +108,8 @@ class _Forward:
                 pending += reversed(step.inputs)
         # What is let go meanwhile follows from the order, and that of the trace is what is counted.
         order = sorted(steps, key=lambda step: min(self._issued[node] for node in step.made))
-        return Replay(storage, tuple(order), tuple(sources), tuple(targets))
+        overwrites = any(self._layout.writes_to(step) for step in order)
+        return Replay(storage, tuple(order), tuple(sources), tuple(targets), overwrites)
 
 
 def again(step: Step) -> Step:

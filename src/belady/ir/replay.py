@@ -143,6 +143,33 @@ def seconds_of(trace: Trace, replay: Recompute) -> float:
     return seconds + sum(trace.ops[op].host_seconds for op in replay.ops)
 
 
+def shares(trace: Trace) -> bool:
+    """Whether what replays make stays for those after them at the same boundary.
+
+    So each op runs once in a graph. Behind hooks each replay is alone.
+    """
+    return trace.source is Source.GRAPH
+
+
+def run_by(trace: Trace, decision: Recompute, ran: set[int]) -> list[int]:
+    """The ops that a replay runs after those at its boundary that ``ran`` some; it adds its own."""
+    ops = [op for op in decision.ops if op not in ran]
+    if shares(trace):
+        ran.update(ops)
+    return ops
+
+
+def at_once(trace: Trace, decisions: Mapping[int, Decision]) -> list[list[tuple[int, Recompute]]]:
+    """Replays at one boundary, in order, where they share what they make; else each alone."""
+    found = [(v, it) for v, it in decisions.items() if isinstance(it, Recompute)]
+    if not shares(trace):
+        return [[it] for it in found]
+    together: dict[int, list[tuple[int, Recompute]]] = {}
+    for value, it in sorted(found, key=lambda each: each[1].ops[-1:]):
+        together.setdefault(it.at, []).append((value, it))
+    return [*together.values()]
+
+
 def irreproducible(trace: Trace, op: int) -> str:
     """Why op ``op`` cannot be run again; empty if it can."""
     it = trace.ops[op]

@@ -10,6 +10,7 @@ from belady.ir.codecs import passes
 from belady.ir.hardware import Allocator
 from belady.ir.ops import Fusion
 from belady.ir.plan import Encode, Plan, Recompute
+from belady.ir.replay import at_once, run_by
 from belady.ir.trace import Trace
 
 
@@ -27,12 +28,12 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
     held: list[int] = trace.worked_out[key].copy()
     for index, nbytes in chosen_workspaces(trace, plan).items():
         held[index] = allocator.held(nbytes)
+    for replays in at_once(trace, plan.decisions):
+        # What replays take on top is gone before the op at their boundary is issued.
+        at = min(replays[0][1].at, len(held) - 1)
+        held[at] = max(held[at], _bytes_of(trace, replays, allocator))
     for value, decision in plan.decisions.items():
-        if isinstance(decision, Recompute):
-            # What a replay takes on top is gone before the op at its boundary is issued.
-            at = min(decision.at, len(held) - 1)
-            held[at] = max(held[at], replay_bytes(trace, value, decision, allocator))
-        elif isinstance(decision, Encode) and trace.device != "cpu":
+        if isinstance(decision, Encode) and trace.device != "cpu":
             # On a CPU what the engine itself takes for a moment is no part of the budget.
             nbytes = trace.storages[trace.values[value].storage].nbytes
             taken = allocator.held(passes(decision, nbytes).scratch)
@@ -43,15 +44,21 @@ def scratch(trace: Trace, plan: Plan, allocator: Allocator) -> list[int]:
 
 def replay_bytes(trace: Trace, index: int, decision: Recompute, allocator: Allocator) -> int:
     """Most bytes that a replay takes while it runs, beside those of the value."""
-    key = replay_bytes, index, decision.ops, allocator.round_bytes
+    return _bytes_of(trace, [(index, decision)], allocator)
+
+
+def _bytes_of(trace: Trace, replays: Sequence[tuple[int, Recompute]], allocator: Allocator) -> int:
+    """Most bytes that replays at one boundary take, beside those of their values."""
+    key = _bytes_of, *((index, it.ops) for index, it in replays), allocator.round_bytes
     known: int | None = trace.worked_out.get(key)
     if known is not None:
         return known
     most = held = 0
-    for step in replay_steps(trace, index, decision, allocator):
-        held += sum(nbytes for _, nbytes in step.taken)
-        most = max(most, held + step.workspace)
-        held -= sum(nbytes for _, nbytes in step.freed)
+    for steps in steps_of(trace, replays, allocator):
+        for step in steps:
+            held += sum(nbytes for _, nbytes in step.taken)
+            most = max(most, held + step.workspace)
+            held -= sum(nbytes for _, nbytes in step.freed)
     trace.worked_out[key] = most
     return most
 
@@ -62,27 +69,38 @@ class ReplayStep(NamedTuple):
     Attributes
     ----------
     taken, freed
-        Storages and their bytes. What nothing later in the replay reads goes at once.
+        Storages and their bytes. What nothing later reads goes at once.
     workspace
         Bytes that the op takes for as long as it runs.
-    makes
-        How many of ``taken`` come before the bytes of the value itself, as an op makes its results
-        one after another; None where it makes none of them.
+    values
+        Storages of values that it makes, and how many of ``taken`` come before each, as an op makes
+        its results one after another.
     """
 
     taken: list[tuple[int, int]]
     workspace: int
     freed: list[tuple[int, int]]
-    makes: int | None
+    values: list[tuple[int, int]]
 
 
 def replay_steps(
     trace: Trace, index: int, decision: Recompute, allocator: Allocator
 ) -> list[ReplayStep]:
-    """What the replay of value ``index`` takes and gives back, op by op."""
-    own, made = trace.values[index].storage, dict[int, int]()
-    touched: dict[int, list[int]] = {}
-    for place, op in enumerate(decision.ops):
+    """What the replay of value ``index`` takes and gives back by itself, op by op."""
+    (steps,) = steps_of(trace, [(index, decision)], allocator)
+    return steps
+
+
+def steps_of(
+    trace: Trace, replays: Sequence[tuple[int, Recompute]], allocator: Allocator
+) -> list[list[ReplayStep]]:
+    """What each of the replays at one boundary takes and gives back, op by op, in their order."""
+    ran = set[int]()
+    runs = [run_by(trace, decision, ran) for _, decision in replays]
+    ops = [op for run in runs for op in run]
+    own = {trace.values[index].storage for index, _ in replays}
+    made, touched = dict[int, int](), dict[int, list[int]]()
+    for place, op in enumerate(ops):
         again = trace.replays[op]
         written = {trace.values[value].storage for value in again.writes}
         for storage in sorted(written):
@@ -90,21 +108,22 @@ def replay_steps(
         read = {trace.values[value].storage for value in again.reads}
         for storage in made.keys() & (read | written):
             touched.setdefault(storage, []).append(place)
-    born = made.pop(own, -1)
-    fusions = [trace.ops[op].fusion for op in decision.ops]
-    made = {it: at for it, at in made.items() if not _is_inlined(fusions, touched[it])}
-    before = sum(place == born and storage < own for storage, place in made.items())
-    steps = [
-        ReplayStep(
-            [], allocator.held(trace.ops[op].workspace_bytes), [], before if place == born else None
-        )
-        for place, op in enumerate(decision.ops)
-    ]
-    for storage, place in made.items():
+    fusions = [trace.ops[op].fusion for op in ops]
+    beside = {
+        storage: place
+        for storage, place in made.items()
+        if storage not in own and not _is_inlined(fusions, touched[storage])
+    }
+    steps = [ReplayStep([], allocator.held(trace.ops[op].workspace_bytes), [], []) for op in ops]
+    for storage, place in beside.items():
         block = storage, allocator.held(trace.storages[storage].nbytes)
         steps[place].taken.append(block)
         steps[touched[storage][-1]].freed.append(block)
-    return steps
+    for storage in sorted(own & made.keys()):
+        step = steps[made[storage]]
+        step.values.append((sum(it < storage for it, _ in step.taken), storage))
+    left = iter(steps)
+    return [[next(left) for _ in run] for run in runs]
 
 
 def _is_inlined(fusions: Sequence[Fusion], touched: Sequence[int]) -> bool:

@@ -22,17 +22,34 @@ _WORTH = 0.01
 
 
 def unissued(trace: Trace) -> Trace:
-    """The trace with no host in it, and none who holds what backward is given while that runs."""
-    begins, read = last_of_forward(trace) + 1, dict[int, int]()
-    for at, op in enumerate(trace.ops):
-        read |= {trace.values[value].storage: at for value in op.reads}
-    storages = list(trace.storages)
-    for number, it in enumerate(storages):
-        if it.kind is StorageKind.INPUT and it.birth >= begins > 0 and number in read:
-            over = min(it.death, read[number] + 1)
+    """The trace with no host in it, of launches alone.
+
+    What forward gives is copied when its launch has ended, and of what backward is given nobody
+    else has the bytes: a launch lets go of both once it has no more use for them. What a loss needs
+    in between is not theirs.
+    """
+    ended = last_of_forward(trace) + 1
+    ops = [replace(op, host_seconds=0.0) for op in trace.ops]
+    for at, op in enumerate(ops):
+        if op.phase is Phase.LOSS:
+            ops[at] = replace(op, workspace_bytes=0)
+    storages = [*trace.storages]
+    for number, used in _last_uses(trace).items():
+        it = storages[number]
+        given = it.kind is StorageKind.INPUT and it.birth >= ended
+        made = it.kind is StorageKind.ACTIVATION and it.birth < ended
+        if ended and ((given and used >= ended) or (made and used < ended)):
+            over = min(it.death, used + 1 if given else ended)
             storages[number] = replace(it, released=min(it.released, over), death=over)
-    ops = tuple(replace(op, host_seconds=0.0) for op in trace.ops)
-    return replace(trace, ops=ops, storages=tuple(storages))
+    return replace(trace, ops=tuple(ops), storages=tuple(storages))
+
+
+def _last_uses(trace: Trace) -> dict[int, int]:
+    """The last op that reads or writes each storage, of those that some op does."""
+    found = dict[int, int]()
+    for at, op in enumerate(trace.ops):
+        found |= {trace.values[value].storage: at for value in (*op.reads, *op.writes)}
+    return found
 
 
 def launching(hardware: HardwareProfile, beside_bytes: int) -> HardwareProfile:

@@ -9,15 +9,17 @@ held is lost between blocks, or in holes too small for a large one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from belady.ir.codecs import passes
 from belady.ir.curves import managed_room, tier_curve
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Encode, Plan, Recompute
+from belady.ir.replay import at_once
 from belady.ir.residency import Interval, intervals
-from belady.ir.scratch import ReplayStep, chosen_workspaces, replay_steps
+from belady.ir.scratch import ReplayStep, chosen_workspaces, steps_of
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.simulate.stretch import Event, end_of
 
@@ -133,15 +135,14 @@ def _needed(nbytes: int, allocator: Allocator) -> float:
 
 
 class _Again(NamedTuple):
-    """A replay, or a value that is encoded or decoded, and its block.
+    """A replay, or a value that is encoded or decoded, and the blocks of the values that it makes.
 
     Those at one boundary are in the order in which their readers ask for them: that of the ops of
     forward that made them.
     """
 
     order: int
-    block: int
-    nbytes: int
+    blocks: Mapping[int, Event]
     steps: list[ReplayStep]
 
 
@@ -187,7 +188,7 @@ def walked(trace: Trace, plan: Plan, allocator: Allocator) -> Walk:
     issued = {value: order for order, value in enumerate(decisions)}
     spans.sort(key=lambda span: issued.get(span.value, -1))
     walk = Walk(0, _at_once(_gradients(trace, spans), end), steps, {}, {})
-    lasting = 0
+    lasting, made = 0, dict[int, _Made]()
     for block, (tier, owner, value, start, over, asked, _) in enumerate(spans):
         start, over = min(start, end), min(over, end)
         if tier is not Tier.DEVICE or start >= over:
@@ -204,20 +205,45 @@ def walked(trace: Trace, plan: Plan, allocator: Allocator) -> Walk:
             walk.born.setdefault(start, []).append((block, nbytes))
             walk.freed.setdefault(over, []).append(block)
             continue
-        if isinstance(again, Recompute | Encode):
-            run = _making(trace, value, again, allocator)
-            order = trace.values[value].producer
-            steps[start].replays.append(_Again(order, block, nbytes, run))
+        if isinstance(again, Recompute):
+            made[value] = _Made(start, block, nbytes)
+        elif isinstance(again, Encode):
+            steps[start].replays.append(_coded(trace, value, again, (block, nbytes), allocator))
         else:
             taken = steps[start].born if value < 0 else steps[start].back
             taken.append((block, nbytes))
         steps[over].freed.append(block)
+    for replays in at_once(trace, decisions):
+        _replay(trace, steps, replays, made, allocator)
     chosen = chosen_workspaces(trace, plan)
     for index, op in enumerate(trace.ops):
         nbytes = chosen.get(index, op.workspace_bytes)
         if nbytes > _SMALL:
             steps[index].workspace.append(allocator.held(nbytes))
     return walk._replace(lasting=lasting)
+
+
+class _Made(NamedTuple):
+    """Where a value is that is made again: from which boundary on, and its block."""
+
+    start: int
+    block: int
+    nbytes: int
+
+
+def _replay(
+    trace: Trace,
+    steps: Sequence[_Step],
+    replays: Sequence[tuple[int, Recompute]],
+    made: Mapping[int, _Made],
+    allocator: Allocator,
+) -> None:
+    """Have replays that share what they make run where their values come back."""
+    blocks = {trace.values[v].storage: made[v][1:] for v, _ in replays if v in made}
+    for (value, _), run in zip(replays, steps_of(trace, replays, allocator), strict=True):
+        if value in made:
+            again = _Again(trace.values[value].producer, blocks, run)
+            steps[made[value].start].replays.append(again)
 
 
 def blocks_of(walk: Walk, *, gradients_apart: bool) -> Blocks:
@@ -240,7 +266,7 @@ def blocks_of(walk: Walk, *, gradients_apart: bool) -> Blocks:
             freed = sorted([*walk.freed[at], *freed]) if at in walk.freed else freed
         found += ((block, 0) for block in freed)
         found += step.back
-        for replay in sorted(step.replays):
+        for replay in sorted(step.replays, key=attrgetter("order")):
             found += _during(replay)
         found += born
         if workspace:
@@ -248,22 +274,23 @@ def blocks_of(walk: Walk, *, gradients_apart: bool) -> Blocks:
     return Blocks(walk.lasting + (walk.gradient_bytes if gradients_apart else 0), found)
 
 
-def _making(
-    trace: Trace, value: int, decision: Recompute | Encode, allocator: Allocator
-) -> list[ReplayStep]:
-    if isinstance(decision, Recompute):
-        return replay_steps(trace, value, decision, allocator)
-    nbytes = trace.storages[trace.values[value].storage].nbytes
-    return [ReplayStep([], allocator.held(passes(decision, nbytes).scratch), [], 0)]
+def _coded(
+    trace: Trace, value: int, decision: Encode, block: Event, allocator: Allocator
+) -> _Again:
+    storage = trace.values[value].storage
+    scratch = passes(decision, trace.storages[storage].nbytes).scratch
+    step = ReplayStep([], allocator.held(scratch), [], [(0, storage)])
+    return _Again(trace.values[value].producer, {storage: block}, [step])
 
 
 def _during(replay: _Again) -> Iterator[Event]:
-    """The blocks of a replay: that of its value stays, what it makes beside is given back."""
+    """The blocks of a replay: those of values stay, what it makes beside is given back."""
     for step in replay.steps:
         # Numbers below 0 are of no value's block.
         taken = [(-2 - storage, nbytes) for storage, nbytes in step.taken]
-        if step.makes is not None:
-            taken.insert(step.makes, (replay.block, replay.nbytes))
+        for before, storage in reversed(step.values):
+            if storage in replay.blocks:
+                taken.insert(before, replay.blocks[storage])
         yield from taken
         if step.workspace > _SMALL:
             yield from _for_now([step.workspace])

@@ -15,7 +15,7 @@ from belady.errors import PlanMismatchError
 from belady.ir.codecs import passes
 from belady.ir.hardware import HardwareProfile, Link
 from belady.ir.plan import Encode, Managed, Offload, Plan, Recompute
-from belady.ir.replay import compared_share, hook_seconds, sources
+from belady.ir.replay import compared_share, hook_seconds, run_by, sources
 from belady.ir.residency import offload_boundaries
 from belady.ir.timeline import Cause, Lane, Timeline
 from belady.ir.trace import Phase, Tier, Trace
@@ -126,6 +126,7 @@ class Issuer:
     known_routes: dict[Tier, tuple[list[tuple[Lane, Link]], ...]] = field(default_factory=dict)
     hook_s: float = 0.0
     joined: int = 0  # boundary at which compute waits for all copies; 0: none
+    ran: set[int] = field(default_factory=set)  # by replays at this boundary
 
     def issue(self) -> None:
         """Issue all of them."""
@@ -137,6 +138,7 @@ class Issuer:
             joins = 0 < boundary == self.joined
             # What is due where the user's code runs is issued when the part before ends.
             within = joins and self.trace.ops[boundary].phase is Phase.LOSS
+            self.ran.clear()
             if joins and not within:
                 self._join()
             for kind, value in actions.get(boundary, ()):
@@ -217,8 +219,9 @@ class Issuer:
             for source in sources(self.trace, decision):
                 if source in self.copies:
                     self._wait(self.copies[source][-1], Cause.COPY_IN)
-            host_s = sum(self.trace.ops[op].host_seconds for op in decision.ops)
-            seconds = sum(self.trace.replays[op].device_seconds for op in decision.ops)
+            ops = run_by(self.trace, decision, self.ran)
+            host_s = sum(self.trace.ops[op].host_seconds for op in ops)
+            seconds = sum(self.trace.replays[op].device_seconds for op in ops)
             self._work(boundary, host_s, seconds, value)
             self._pass_over(value, boundary)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,8 +12,8 @@ from belady.errors import TierError
 from belady.ir.codecs import passes
 from belady.ir.encoding import encoding_of
 from belady.ir.hardware import HardwareProfile, Link
-from belady.ir.plan import Encode
-from belady.ir.replay import closure, seconds_of
+from belady.ir.plan import Encode, Recompute
+from belady.ir.replay import closure, seconds_of, shares
 from belady.ir.residency import reload_end
 from belady.ir.trace import Tier, Trace, Value
 from belady.simulate.routes import routes
@@ -77,6 +78,7 @@ def movable(trace: Trace, hardware: HardwareProfile, links: Ports) -> list[Movab
     for index in trace.saved:
         by_storage.setdefault(trace.values[index].storage, []).append(index)
     found: list[Movable] = []
+    again = _again(trace)
     for storage, values in by_storage.items():
         asked = trace.storages[storage].nbytes
         nbytes = hardware.allocator.held(asked)
@@ -87,16 +89,30 @@ def movable(trace: Trace, hardware: HardwareProfile, links: Ports) -> list[Movab
                 found.append(Movable(value, start, end, nbytes))
             elif nbytes:
                 times = trace.values[value].first_save, _last(trace.values[value])
-                again_s = min(_again(trace, value), _decoded(trace, hardware, value))
+                again_s = min(again.get(value, inf), _decoded(trace, hardware, value))
                 if links.out or again_s < inf:
                     new = Movable(value, start, end, nbytes, out_s, in_s, *times, again_s)
                     found.append(new)
     return found
 
 
-def _again(trace: Trace, value: int) -> float:
-    replay = closure(trace, value, lambda _: True, len(trace.ops))
-    return inf if replay is None else seconds_of(trace, replay)
+def _again(trace: Trace) -> dict[int, float]:
+    """Least seconds of a replay of each saved value that has one.
+
+    Where replays share ops, each of those counts for its part among all that may run it.
+    """
+    closures = {
+        value: found
+        for value in trace.saved
+        if (found := closure(trace, value, lambda _: True, len(trace.ops))) is not None
+    }
+    shared = Counter(op for it in closures.values() for op in it.ops)
+    if not shares(trace):
+        shared = Counter(dict.fromkeys(shared, 1))
+    return {
+        value: sum(seconds_of(trace, Recompute((op,), it.at)) / shared[op] for op in it.ops)
+        for value, it in closures.items()
+    }
 
 
 def _decoded(trace: Trace, hardware: HardwareProfile, value: int) -> float:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import starmap
 
 import pytest
 
 from belady.ir.hardware import Allocator
 from belady.ir.ops import Fusion
-from belady.ir.plan import Recompute
-from belady.ir.scratch import replay_bytes, replay_steps
+from belady.ir.plan import Assignment, Budget, Plan, Recompute
+from belady.ir.replay import at_once
+from belady.ir.scratch import replay_bytes, replay_steps, scratch, steps_of
 from belady.ir.trace import Trace
+from belady.simulate import simulate
 from tests.support.builder import OpSpec, build_trace
+from tests.unit.ir.moments import GPU
 
 EXACT = Allocator(1, 0.0, 0)
 
@@ -113,3 +117,54 @@ def test_what_two_ops_read_is_written() -> None:
     ops = [*trace.ops[:3], replace(trace.ops[3], reads=both), *trace.ops[4:]]
     steps = replay_steps(replace(trace, ops=tuple(ops)), value, replay, EXACT)
     assert [[n for _, n in step.taken] for step in steps] == [[10], [], []]
+
+
+@pytest.mark.parametrize(
+    ("every_boundary", "taken", "freed"),
+    [
+        # Alone each makes what it starts from, and gives it back.
+        (False, [[[10], []], [[10], []]], [[[], [10]], [[], [10]]]),
+        (True, [[[10], []], [[]]], [[[], []], [[10]]]),
+    ],
+)
+def test_in_a_graph_what_one_replay_makes_stays_for_the_next_at_its_boundary(
+    every_boundary: bool, taken: list[list[list[int]]], freed: list[list[list[int]]]
+) -> None:
+    alike = OpSpec(saves_input=False, replayable=True)
+    specs = [
+        replace(alike, nbytes=5, saves_output=True),
+        replace(alike, nbytes=10),
+        replace(alike, nbytes=20, saves_output=True),
+        replace(alike, nbytes=40, saves_output=True),
+    ]
+    trace = build_trace(specs, every_boundary=every_boundary)
+    ops = [*trace.ops[:3], replace(trace.ops[3], reads=(written(trace, 1),)), *trace.ops[4:]]
+    trace = replace(trace, ops=tuple(ops))
+    # Backward reads the last one first.
+    at = trace.values[written(trace, 3)].first_read or 0
+    replays = {written(trace, 3): Recompute((1, 3), at), written(trace, 2): Recompute((1, 2), at)}
+    groups = at_once(trace, replays)
+    assert [[value for value, _ in it] for it in groups] == (
+        [[*replays][::-1]] if every_boundary else [[it] for it in replays]
+    )
+    steps = [it for group in groups for it in steps_of(trace, group, EXACT)]
+    assert [[[n for _, n in step.taken] for step in it] for it in steps] == taken
+    assert [[[n for _, n in step.freed] for step in it] for it in steps] == freed
+    assert [[len(step.values) for step in it] for it in steps] == [[0, 1], [0, 1][-len(taken[1]) :]]
+    plan = Plan(trace.fingerprint, "made", Budget(100), tuple(starmap(Assignment, replays.items())))
+    assert scratch(trace, plan, EXACT)[at] == 10
+    run = [trace.replays[op].device_seconds for op in ((1, 2, 3) if every_boundary else (1, 2) * 2)]
+    assert simulate(trace, GPU, plan).replay_seconds == pytest.approx(sum(run))
+
+
+def test_a_value_that_another_replay_has_made_takes_no_op_of_its_own() -> None:
+    trace = build_trace([OpSpec(saves_output=True, replayable=True)] * 3, every_boundary=True)
+    both = tuple(written(trace, op) for op in (0, 1))
+    ops = (replace(trace.ops[0], writes=()), replace(trace.ops[1], writes=both), *trace.ops[2:])
+    trace = replace(trace, ops=ops)
+    found = steps_of(trace, [(value, Recompute((1,), 3)) for value in both], EXACT)
+    assert [len(it) for it in found] == [1, 0]
+    assert [it for it, _ in found[0][0].taken] == []
+    assert [storage for _, storage in found[0][0].values] == [
+        trace.values[value].storage for value in both
+    ]
