@@ -206,7 +206,7 @@ def test_any_plan_can_be_launched(task: Task, seed: int, monkeypatch: pytest.Mon
 
 
 def all_in_backward(
-    trace: Trace, hardware: HardwareProfile, _boundaries: Sequence[int], ask: Ask
+    trace: Trace, hardware: HardwareProfile, _boundaries: Sequence[int], ask: Ask, *_: Ask
 ) -> tuple[Plan, HardwareProfile]:
     """In place of `for_launches`: no copy goes out before backward, where that is legal."""
     plan, hardware = ask(hardware)

@@ -70,9 +70,9 @@ def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, H
     InfeasibleBudgetError
         If there is no plan with the margin of ``hardware``.
     """
-    plan = make(hardware)
-    if not fits(trace, plan, hardware):
-        return _roomier(trace, plan, hardware, make) or (plan, hardware)
+    plan, suits = roomy(trace, hardware, make)
+    if suits is not hardware or not fits(trace, plan, hardware):
+        return plan, suits
     least = unhindered_seconds(trace)
     loses = not plan.moves_nothing and plan.predicted_seconds > _LOSES * least
     workspace = max((op.workspace_bytes for op in trace.ops if convolves(op)), default=0)
@@ -80,6 +80,19 @@ def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, H
     if hardware.allocator.margin_fraction <= 0 or len(trace.ops) > _OPS or asks or not loses:
         return plan, hardware
     return _tighter(trace, plan, hardware, make)
+
+
+def stated(_: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, HardwareProfile]:
+    """The plan of the margin of ``hardware``, whatever fits."""
+    return make(hardware), hardware
+
+
+def roomy(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, HardwareProfile]:
+    """As `suited`, of the margin of ``hardware`` or of a wider one alone."""
+    plan = make(hardware)
+    if fits(trace, plan, hardware):
+        return plan, hardware
+    return _roomier(trace, plan, hardware, make) or (plan, hardware)
 
 
 def towards(
@@ -112,12 +125,13 @@ def _tighter(
     for _ in range(_TIGHTER):
         changed = _with(hardware, (least + enough) / 2)
         other = make(changed)
-        if not fits(trace, other, changed):
+        if other.predicted_seconds >= _GAINS * found[0].predicted_seconds:
+            # What is between the two, or half of that again, gains less.
+            break
+        if fits(trace, other, changed):
+            enough, found = changed.allocator.margin_fraction, (other, changed)
+        else:
             least = changed.allocator.margin_fraction
-            continue
-        enough = changed.allocator.margin_fraction
-        if other.predicted_seconds < _GAINS * found[0].predicted_seconds:
-            found = other, changed
     return found
 
 

@@ -67,7 +67,7 @@ def launching(hardware: HardwareProfile, beside_bytes: int) -> HardwareProfile:
 
 
 def for_launches(
-    trace: Trace, hardware: HardwareProfile, boundaries: Sequence[int], ask: Ask
+    trace: Trace, hardware: HardwareProfile, boundaries: Sequence[int], ask: Ask, again: Ask
 ) -> tuple[Plan, HardwareProfile]:
     """A plan for a machine that joins copies, and the machine that it was made for.
 
@@ -80,12 +80,14 @@ def for_launches(
         As `in_time` has them.
     ask
         Gives a plan for a machine, and the machine with the margin that suits the plan.
+    again
+        The same for a machine that has such a margin already.
     """
     plan, suits = ask(replace(hardware, joins=True))
     enough = (1 - _WORTH) * plan.predicted_seconds
     if enough < sum(kernel_seconds(trace, plan)):
         return plan, suits
-    sending, machine = ask(replace(hardware, joins=False))
+    sending, machine = again(replace(suits, joins=False))
     machine = replace(machine, joins=True)
     sending = in_time(trace, machine, sending, boundaries)
     return (sending, machine) if sending.predicted_seconds < enough else (plan, suits)

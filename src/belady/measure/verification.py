@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from time import perf_counter
 
@@ -23,7 +24,7 @@ from belady.measure.corrections import (
     with_links_of,
     with_peak_of,
 )
-from belady.measure.margins import FILLING, Make, suited, towards, with_settled
+from belady.measure.margins import FILLING, Make, roomy, stated, suited, towards, with_settled
 from belady.measure.monitor import Sample
 from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
@@ -241,13 +242,10 @@ class Verification:
         """
         trace, hardware = unissued(trace), launching(trial.hardware, beside_bytes)
         make = self._planner(trial.policy, trace, numerics)
-        fills = trial.policy in FILLING
-
-        def ask(machine: HardwareProfile) -> tuple[Plan, HardwareProfile]:
-            return suited(trace, machine, make) if fills else (make(machine), machine)
-
+        ways = (suited, roomy) if trial.policy in FILLING else (stated, stated)
+        asks = [partial(way, trace, make=make) for way in ways]
         seams = self._kernels.seams(trace)
-        return trace, Trial(*for_launches(trace, hardware, seams, ask), trial.policy)
+        return trace, Trial(*for_launches(trace, hardware, seams, *asks), trial.policy)
 
     def tighter(self, trace: Trace, tried: Sequence[Trial], *numerics: str) -> Trial | None:
         """What to go on with where the device ran out of memory under the last of ``tried``.

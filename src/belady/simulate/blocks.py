@@ -188,7 +188,7 @@ def walked(trace: Trace, plan: Plan, allocator: Allocator) -> Walk:
     issued = {value: order for order, value in enumerate(decisions)}
     spans.sort(key=lambda span: issued.get(span.value, -1))
     walk = Walk(0, _at_once(_gradients(trace, spans), end), steps, {}, {})
-    lasting, made = 0, dict[int, _Made]()
+    lasting, made = 0, dict[int, tuple[int, Event]]()
     for block, (tier, owner, value, start, over, asked, _) in enumerate(spans):
         start, over = min(start, end), min(over, end)
         if tier is not Tier.DEVICE or start >= over:
@@ -206,7 +206,7 @@ def walked(trace: Trace, plan: Plan, allocator: Allocator) -> Walk:
             walk.freed.setdefault(over, []).append(block)
             continue
         if isinstance(again, Recompute):
-            made[value] = _Made(start, block, nbytes)
+            made[value] = start, (block, nbytes)
         elif isinstance(again, Encode):
             steps[start].replays.append(_coded(trace, value, again, (block, nbytes), allocator))
         else:
@@ -223,27 +223,19 @@ def walked(trace: Trace, plan: Plan, allocator: Allocator) -> Walk:
     return walk._replace(lasting=lasting)
 
 
-class _Made(NamedTuple):
-    """Where a value is that is made again: from which boundary on, and its block."""
-
-    start: int
-    block: int
-    nbytes: int
-
-
 def _replay(
     trace: Trace,
     steps: Sequence[_Step],
     replays: Sequence[tuple[int, Recompute]],
-    made: Mapping[int, _Made],
+    made: Mapping[int, tuple[int, Event]],
     allocator: Allocator,
 ) -> None:
-    """Have replays that share what they make run where their values come back."""
-    blocks = {trace.values[v].storage: made[v][1:] for v, _ in replays if v in made}
+    """Have replays that share what they make run where their values, by number, come back."""
+    blocks = {trace.values[v].storage: made[v][1] for v, _ in replays if v in made}
     for (value, _), run in zip(replays, steps_of(trace, replays, allocator), strict=True):
         if value in made:
             again = _Again(trace.values[value].producer, blocks, run)
-            steps[made[value].start].replays.append(again)
+            steps[made[value][0]].replays.append(again)
 
 
 def blocks_of(walk: Walk, *, gradients_apart: bool) -> Blocks:

@@ -8,7 +8,8 @@ import pytest
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Budget, Plan
+from belady.ir.plan import Assignment, Budget, Offload, Plan
+from belady.ir.trace import Tier
 from belady.measure.corrections import wider
 from belady.measure.margins import suited
 from belady.planners import plan
@@ -92,3 +93,40 @@ def test_where_there_is_no_plan_with_a_wider_margin_the_first_is_begun_with(
     margin, asked = begun(monkeypatch, {0.2: 1.0}, lacks=0.05, fits=0.5)
     assert margin == 0.18
     assert len(asked) == 2
+
+
+MOVING = replace(PLAN, assignments=(Assignment(0, Offload(Tier.HOST, 1, 2, 5, 6)),))
+
+
+@pytest.mark.parametrize(
+    ("gains", "fits", "asked", "begun_with"),
+    [
+        # Half of the margin is worth it, and a quarter once more.
+        ((0.9, 0.8), 0.0, [0.18, 0.09, 0.045], 0.045),
+        # It does not fit: what lies between is tried.
+        ((0.9, 0.95), 0.1, [0.18, 0.09, 0.135], 0.135),
+        # What all of it gains is little, so a part of it is.
+        ((0.999,), 0.0, [0.18, 0.09], 0.18),
+        ((0.999,), 0.1, [0.18, 0.09], 0.18),
+    ],
+)
+def test_smaller_margins_are_tried_as_long_as_they_gain(
+    gains: tuple[float, ...],
+    fits: float,
+    asked: list[float],
+    begun_with: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    margins: list[float] = []
+
+    def make(hardware: HardwareProfile) -> Plan:
+        margins.append(hardware.allocator.margin_fraction)
+        return replace(MOVING, predicted_seconds=100 * (1.0, *gains)[len(margins) - 1])
+
+    monkeypatch.setattr(
+        "belady.measure.margins.fits",
+        lambda _trace, _plan, machine: machine.allocator.margin_fraction >= fits,
+    )
+    _, hardware = suited(TRACE, STATED, make)
+    assert margins == asked
+    assert hardware.allocator.margin_fraction == begun_with

@@ -12,7 +12,7 @@ from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.timeline import Lane, Span, Timeline
-from belady.ir.trace import Phase, StorageKind, Tier, Trace
+from belady.ir.trace import Phase, Storage, StorageKind, Tier, Trace, Value
 from belady.measure.unissued import for_launches, in_time, unissued
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
@@ -204,10 +204,14 @@ def test_a_plan_that_sends_late_has_to_gain(
         plan = Plan(trace.fingerprint, str(hardware.joins), Budget(1 << 30), ())
         return replace(plan, predicted_seconds=seconds), replace(hardware, name="as planned")
 
+    def again(hardware: HardwareProfile) -> tuple[Plan, HardwareProfile]:
+        assert hardware.name == "as planned"
+        return ask(hardware)
+
     monkeypatch.setattr(
         "belady.measure.unissued.in_time", lambda trace, hardware, plan, seams: plan
     )
-    plan, hardware = for_launches(trace, machine(3e9), EVERYWHERE, ask)
+    plan, hardware = for_launches(trace, machine(3e9), EVERYWHERE, ask, again)
     assert [it.joins for it in machines] == asked
     assert (plan.planner, hardware.name) == (str(wins), "as planned")
     assert hardware.joins
@@ -257,3 +261,25 @@ def test_what_backward_is_given_goes_when_it_is_read() -> None:
         assert (found.released, found.death) == ((last + 1,) * 2 if goes else (end, end))
         others = [it for at, it in enumerate(unissued(held).storages) if at != number]
         assert others == [it for at, it in enumerate(held.storages) if at != number]
+
+
+def test_what_forward_gives_goes_with_its_launch_and_what_a_loss_needs_is_not_of_one() -> None:
+    specs = [OpSpec(nbytes=MIB, device_us=100, workspace_bytes=7) for _ in range(LAYERS)]
+    trace = build_trace(specs, every_boundary=True, input_held=False, loss=True)
+    ended, end = last_of_forward(trace) + 1, len(trace.ops)
+    assert trace.ops[ended].phase is Phase.LOSS
+    read = {trace.values[value].storage for op in trace.ops[ended:] for value in op.reads}
+    result = Storage("cuda:0", MIB, StorageKind.ACTIVATION, ended - 1, end, end)
+    number = len(trace.storages)
+    value = Value(number, 0, ended - 1, (), ())
+    last = trace.ops[ended - 1]
+    ops = list(trace.ops)
+    ops[ended - 1] = replace(last, writes=(*last.writes, len(trace.values)))
+    storages, values = (*trace.storages, result), (*trace.values, value)
+    found = unissued(replace(trace, ops=tuple(ops), storages=storages, values=values))
+    assert (found.storages[number].released, found.storages[number].death) == (ended, ended)
+    for at in read:
+        assert found.storages[at] == trace.storages[at]
+    assert [op.workspace_bytes for op in found.ops] == [
+        0 if at == ended else 7 for at in range(end)
+    ]
