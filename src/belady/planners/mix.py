@@ -19,7 +19,7 @@ from belady.planners.base import Draft, assemble
 from belady.planners.due import due_by, schedule, timed
 from belady.planners.moves import Case, movable, offloads, tier_for
 from belady.planners.repairs import Which, bulky, heavy, light, worst
-from belady.planners.sharing import held, passing
+from belady.planners.sharing import held, passing, unshared
 from belady.planners.spread import Bytes, Spread, Times, alone, asked, held_bytes, keep, slack_of
 from belady.planners.ways import Ways
 from belady.planners.wish import Away, Wish
@@ -263,7 +263,8 @@ class Mixer:
                 released = trace.storages[trace.values[value].storage].released
                 windows[value] = max(free, released), back
         again: dict[int, Recompute | Encode] = {**away.replays, **away.encoded}
-        costs = {value: self.ways.cost_of(value, way) for value, way in again.items()}
+        spared: dict[int, Recompute | Encode] = {**again, **unshared(trace, away.replays)}
+        costs = {value: self.ways.cost_of(value, way) for value, way in spared.items()}
         spans = {value: residency.away(trace, value, way) for value, way in again.items()}
         for value in sorted(costs, key=lambda v: (-costs[v], spans[v][1], v)):
             windows[value] = spans[value]

@@ -7,10 +7,12 @@ five times. Where there is room, what one passes stays for the next.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from belady.ir.plan import Recompute
-from belady.ir.replay import seconds_of
+from belady.ir.replay import seconds_of, shares
 from belady.ir.trace import Trace
 from belady.planners.spread import Bytes
 
@@ -46,6 +48,17 @@ def held(
             slack[first:last] -= nbytes[value]
             found.add(value)
     return frozenset(found)
+
+
+def unshared(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, Recompute]:
+    """Of each replay the ops that no other one runs at its boundary: what is spared without it."""
+    if not shares(trace):
+        return {**replays}
+    runs = Counter((it.at, op) for it in replays.values() for op in it.ops)
+    return {
+        value: replace(it, ops=tuple(op for op in it.ops if runs[it.at, op] == 1))
+        for value, it in replays.items()
+    }
 
 
 def passing(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, list[int]]:
