@@ -1,4 +1,4 @@
-"""Norms of captured graphs are made again from their statistics, where that gives the same bits."""
+"""Norms of captured graphs are made again from their statistics, and dropouts from their masks."""
 
 from __future__ import annotations
 
@@ -157,3 +157,74 @@ def test_the_kernel_gives_the_same_bits_on_a_gpu(
     # It can take no longer than a clock needs to be read twice.
     assert found[-1].shortcut is not None
     assert any(run.trace.ops[op].shortcut is not None for op in made_again(run))
+
+
+SHARE, BLOCKS = 0.3, 3
+
+
+class Dropped(nn.Module):
+    """Each block adds what a dropout leaves; backward reads what was added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            # By itself a CPU takes other ops.
+            x = x + torch.native_dropout(layer(x.tanh()), SHARE, True)[0]
+        return x
+
+
+def rows(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 16, (size,), generator=generator)
+    return torch.randn(size, 16, generator=generator), labels
+
+
+DROPPED = Task("dropped", lambda: [Dropped()], rows)
+
+
+def dropouts(run: Run) -> list[int]:
+    return [at for at, op in enumerate(run.trace.ops) if "native_dropout.default" in op.name]
+
+
+def test_dropouts_are_made_again_from_their_masks(replaying: list[Plan]) -> None:
+    run = trained(DROPPED)
+    found = [run.trace.ops[at] for at in dropouts(run)]
+    assert len(found) == BLOCKS
+    for op in found:
+        assert op.random
+        assert op.shortcut is not None
+        assert op.shortcut.writes == op.writes[:1]
+        assert op.writes[1] in op.shortcut.reads
+    chosen = [it for it in run.plan.decisions.values() if isinstance(it, Recompute)]
+    assert {op for it in chosen for op in it.ops} & {*dropouts(run)}
+
+
+def test_a_dropout_that_comes_out_otherwise_is_not_made_again(
+    replaying: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replays, "FROM_MASK", torch.ops.aten.masked_fill.Scalar)
+    run = trained(DROPPED)
+    assert len(dropouts(run)) == BLOCKS
+    assert not any(run.trace.ops[at].replayable for at in dropouts(run))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [plain, autocast], ids=["fp32", "bf16"])
+def test_a_gpu_scales_what_a_dropout_has_drawn_to_the_same_bits(
+    step: Callable[..., list[Tensor]], replaying: list[Plan]
+) -> None:
+    run = trained(DROPPED, step, "cuda")
+    assert all(run.trace.ops[at].shortcut is not None for at in dropouts(run))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_compiler_gets_the_bits_of_the_kernel_written_out(dtype: torch.dtype) -> None:
+    x, mask = torch.randn(1 << 12).to(dtype), torch.rand(1 << 12) < SHARE
+    for share in (0.1, SHARE, 0.5):
+        scale = 1 / (1 - share)
+        kernel = replays.FROM_MASK(x, mask, scale)
+        assert torch.equal(replays.from_mask(x, mask, scale), kernel)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from belady.graph.doors import fake_value
 from belady.graph.joint import Joint, Step
 from belady.graph.layout import Layout
 
@@ -22,6 +23,9 @@ _UPDATING = frozenset(
 )
 # Takes an input, weight, bias, the mean and the inverse deviation, and epsilon; not on a CPU.
 FROM_STATISTICS = _aten.batch_norm_elemt.default
+_DROPOUT = _aten.native_dropout.default
+# Takes an input, what was drawn, and a factor.
+FROM_MASK = _aten.native_dropout_backward.default
 # Positions of arguments.
 _RUNNING, _TRAINING = 3, 5
 
@@ -146,12 +150,21 @@ def from_statistics(
     return made.to(x.dtype)
 
 
-def shortcut_of(joint: Joint, step: Step) -> Step | None:
-    """A cheaper step to the first result of another; whether to the same bits is to be tried.
+def from_mask(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """What `FROM_MASK` computes: its kernels multiply at least float32, and round once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * mask.to(wide) * scale).to(x.dtype)
 
-    A norm over the batch saves its statistics. With them the second of its two kernels is enough.
-    None for any other op, and where backward does not have the statistics.
+
+def shortcut_of(joint: Joint, step: Step) -> Step | None:
+    """Another step to the first result of one; whether to the same bits is to be tried.
+
+    A norm over the batch saves its statistics: with them the second of its two kernels is enough.
+    A dropout saves what it has drawn: with that its input is scaled again, and nothing is drawn.
+    None for any other op, and where backward does not have what was saved.
     """
+    if step.node.target is _DROPOUT:
+        return _as_drawn(joint, step)
     if not _is_training_norm(step):
         return None
     args = step.node.args
@@ -160,6 +173,20 @@ def shortcut_of(joint: Joint, step: Step) -> Step | None:
         return None
     short = (*args[:_RUNNING], *statistics, args[-1])
     return _instead(step, FROM_STATISTICS, short, (result,), several=False)
+
+
+def _as_drawn(joint: Joint, step: Step) -> Step | None:
+    """A dropout by its mask, as its gradient is made from that of its result."""
+    (x, share), (result, mask) = step.node.args[:2], step.outputs
+    if result is None or mask not in joint.crossing:
+        return None
+    if not isinstance(share, float) or not 0 < share < 1:
+        return None
+    scale = 1 / (1 - share)
+    if fake_value(result).device.type == "cuda":
+        # Its kernel divides float32.
+        scale = (1 / torch.tensor(1 - share, dtype=torch.float32)).item()
+    return _instead(step, FROM_MASK, (x, mask, scale), (result,), several=False)
 
 
 def _is_training_norm(step: Step) -> bool:

@@ -15,7 +15,13 @@ from belady.graph.doors import fake_value
 from belady.graph.joint import Step
 from belady.graph.layout import Layout
 from belady.graph.ops import POOLED, is_fused, name_of
-from belady.graph.replays import FROM_STATISTICS, from_statistics, norm_again
+from belady.graph.replays import (
+    FROM_MASK,
+    FROM_STATISTICS,
+    from_mask,
+    from_statistics,
+    norm_again,
+)
 
 # Makes one callable of a graph and of its inputs as tensors without bytes; None: it cannot.
 Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[Any]] | None]
@@ -24,8 +30,11 @@ Fuse = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[
 # and of the others.
 GOES, STAYS = "goes", "stays"
 
-# What no compiler knows, and what it gets instead.
-_INSTEAD: dict[Any, Callable[..., Any]] = {FROM_STATISTICS: from_statistics}
+# What no compiler knows, or would round otherwise, and what it gets instead.
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    FROM_STATISTICS: from_statistics,
+    FROM_MASK: from_mask,
+}
 
 
 def fused(code: Code, layout: Layout, fuse: Fuse) -> None:

@@ -179,17 +179,17 @@ class _Drawing:
         for step in steps:
             if not layout.is_op(step):
                 continue
-            index = len(self._ops)
+            op = self._op(call, part, step, next(timings, Timing()))
+            short = self._shortcut(call, part, step)
+            # What a random op has drawn is saved where it has a shortcut. And what changes in
+            # between would give something else.
             repeatable = (
                 part.forward
-                and facts.is_repeatable(step)
-                # What changes in between would give something else.
+                and (facts.is_repeatable(step) or (op.random and short is not None))
                 and overwritten.isdisjoint(layout.reads(again(step)))
             )
-            op = self._op(call, part, step, next(timings, Timing()))
             if part.forward:
-                call.by_sequence.setdefault(facts.sequence_of(step), index)
-            short = self._shortcut(call, part, step)
+                call.by_sequence.setdefault(facts.sequence_of(step), len(self._ops))
             self._ops.append(replace(op, replayable=repeatable, shortcut=short))
 
     def _op(self, call: Call, part: Part, step: Step, timing: Timing) -> Op:

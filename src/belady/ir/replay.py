@@ -177,7 +177,7 @@ def irreproducible(trace: Trace, op: int) -> str:
         return f"is of phase {it.phase.value}"
     if it.communicates:
         return "communicates"
-    if it.random:
+    if it.random and it.shortcut is None:
         return "draws random numbers"
     if not it.replayable:
         return "is not replayable"

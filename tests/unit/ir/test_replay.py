@@ -10,6 +10,7 @@ import pytest
 
 from belady.ir import replay
 from belady.ir.legality import check
+from belady.ir.ops import Replay
 from belady.ir.plan import Decision, Encode, Offload, Recompute
 from belady.ir.replay import reasons, sources
 from belady.ir.residency import times_saved
@@ -169,6 +170,12 @@ def test_every_op_can_run_again(changes: dict[str, Any], why: str) -> None:
         f"{trace.locate(1)} cannot be replayed: it {why}"
     ]
     assert refused(trace) == []
+
+
+def test_what_a_random_op_has_drawn_is_enough_to_make_its_result_again() -> None:
+    trace = chain()
+    short = Replay(0.5, trace.ops[1].reads, trace.ops[1].writes)
+    assert refused(with_op(trace, 1, random=True, shortcut=short), Recompute((1, 2), 6)) == []
 
 
 def test_ops_of_the_loss_can_run_again() -> None:

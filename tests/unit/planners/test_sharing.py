@@ -14,7 +14,7 @@ from belady.ir.trace import Trace
 from belady.planners import plan
 from belady.planners.mix import Mixer
 from belady.planners.moves import Case
-from belady.planners.sharing import held, passing
+from belady.planners.sharing import held, passing, unshared
 from belady.planners.spread import boundary_times
 from belady.planners.wish import Away, Wish
 from tests.support.builder import OpSpec, build_trace
@@ -122,3 +122,15 @@ def test_what_is_passed_stays_only_where_there_is_room() -> None:
     assert kept(1000) == others
     assert kept(0) == frozenset()
     assert len(kept(10)) == 1
+
+
+@pytest.mark.parametrize("every_boundary", [True, False])
+def test_what_others_run_all_the_same_is_spared_by_keeping_none(every_boundary: bool) -> None:
+    trace = build_trace([OpSpec(replayable=True)] * 6, every_boundary=every_boundary)
+    replays = {2: Recompute((0, 1, 2), 9), 3: Recompute((1, 3), 9), 4: Recompute((1, 4), 8)}
+    spared = {value: it.ops for value, it in unshared(trace, replays).items()}
+    if every_boundary:
+        # That of another boundary runs op 1 by itself.
+        assert spared == {2: (0, 2), 3: (3,), 4: (1, 4)}
+    else:
+        assert spared == {value: it.ops for value, it in replays.items()}
