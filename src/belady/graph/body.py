@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import fx
@@ -21,6 +21,8 @@ class Writer(Protocol):
     ----------
     made_by
         The step that makes each node.
+    order
+        Place of each node in the order in which they are made.
     watched
         Whether every op is to be observed.
     """
@@ -28,6 +30,7 @@ class Writer(Protocol):
     joint: Joint
     orders: Orders
     made_by: dict[fx.Node, Step]
+    order: dict[fx.Node, int]
     watched: bool
 
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
@@ -50,7 +53,7 @@ class Body:
         Nodes of forward that are not there and can be had.
     """
 
-    def __init__(self, writer: Writer, which: int, recoverable: Container[fx.Node]) -> None:
+    def __init__(self, writer: Writer, which: int, recoverable: set[fx.Node]) -> None:
         orders = writer.orders
         self.code = Code()
         self.names = NodeNames(writer.joint, self.code)
@@ -85,8 +88,7 @@ class Body:
         """Issue an op, what is due before it, and what it, or an op soon after it, needs."""
         self.act()
         self._op += 1
-        for node in (*first, *step.inputs):
-            self.demand(node)
+        self._demand_all((*first, *step.inputs))
         if self._writer.watched:
             self.code.add("watch.start()")
         self._call(step)
@@ -104,6 +106,23 @@ class Body:
             reads = [self.names[node] for node in short.inputs]
             call = self.code.call(short, self.names)
             self.code.add(f"watch.attempt(lambda: {call}, {made})", [*reads, made])
+
+    def _demand_all(self, nodes: Sequence[fx.Node]) -> None:
+        """Have nodes defined, what comes back for them first, in the order in which it was made.
+
+        What replays hold for one another depends on their order, and that one is what is counted.
+        """
+        pending, behind = [*nodes], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node not in self.defined and node not in behind:
+                behind.add(node)
+                pending += self._behind(node)
+        order = self._writer.order
+        for node in sorted(behind.intersection(self._recoverable), key=order.__getitem__):
+            self.demand(node)
+        for node in nodes:
+            self.demand(node)
 
     def demand(self, node: fx.Node) -> str:
         """Have a node defined; what only shows bytes is made where it is first needed. Its name."""

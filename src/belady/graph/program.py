@@ -67,6 +67,8 @@ class _Writer:
         self._layout, self.orders = layout, orders
         self._replays = replays_of(joint, layout, orders.replayed)
         self.made_by = {n: step for step in (*joint.forward, *joint.backward) for n in step.made}
+        given = (*joint.primals, *joint.tangents)
+        self.order = {node: place for place, node in enumerate((*given, *self.made_by))}
         self._last_writes = {it: step for step in joint.forward for it in layout.writes_to(step)}
         self._kept: list[fx.Node] = []
         self._held: dict[int, list[fx.Node]] = {storage: [] for storage in orders.held}

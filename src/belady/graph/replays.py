@@ -182,9 +182,9 @@ def _as_drawn(joint: Joint, step: Step) -> Step | None:
         return None
     if not isinstance(share, float) or not 0 < share < 1:
         return None
-    scale = 1 / (1 - share)
-    if fake_value(result).device.type == "cuda":
-        # Its kernel divides float32.
+    scale, made = 1 / (1 - share), fake_value(result)
+    if made.device.type == "cuda" and made.dtype is not torch.float64:
+        # Its kernels divide float32.
         scale = (1 / torch.tensor(1 - share, dtype=torch.float32)).item()
     return _instead(step, FROM_MASK, (x, mask, scale), (result,), several=False)
 

@@ -88,9 +88,11 @@ class Op:
         Ways in which it can run, the one observed among them, fastest first; empty where no other
         is known (all but convolutions).
     replayable
-        Whether running it again on the same inputs gives the same bits and touches nothing else.
+        Whether running it again on the same inputs, or its shortcut, gives the same bits and
+        touches nothing else.
     shortcut
-        A cheaper replay than that, where there is one (a norm whose statistics are saved).
+        What is run again instead, where there is something: of a norm whose statistics are saved,
+        which is cheaper, and of a dropout whose mask is.
     fusion
         With which neighbours it is one kernel, where a compiler makes them: what one of these
         hands another, and nobody else reads, is written nowhere.

@@ -33,13 +33,14 @@ def unissued(trace: Trace) -> Trace:
     for at, op in enumerate(ops):
         if op.phase is Phase.LOSS:
             ops[at] = replace(op, workspace_bytes=0)
-    storages = [*trace.storages]
+    storages, saved = [*trace.storages], {trace.values[value].storage for value in trace.saved}
     for number, used in _last_uses(trace).items():
         it = storages[number]
         given = it.kind is StorageKind.INPUT and it.birth >= ended
-        made = it.kind is StorageKind.ACTIVATION and it.birth < ended
+        made = it.kind is StorageKind.ACTIVATION and it.birth < ended and number not in saved
         if ended and ((given and used >= ended) or (made and used < ended)):
-            over = min(it.death, used + 1 if given else ended)
+            # What is due at the end of forward is done while results are there.
+            over = min(it.death, used + 1 if given else ended + 1)
             storages[number] = replace(it, released=min(it.released, over), death=over)
     return replace(trace, ops=tuple(ops), storages=tuple(storages))
 

@@ -277,7 +277,7 @@ def test_what_forward_gives_goes_with_its_launch_and_what_a_loss_needs_is_not_of
     ops[ended - 1] = replace(last, writes=(*last.writes, len(trace.values)))
     storages, values = (*trace.storages, result), (*trace.values, value)
     found = unissued(replace(trace, ops=tuple(ops), storages=storages, values=values))
-    assert (found.storages[number].released, found.storages[number].death) == (ended, ended)
+    assert (found.storages[number].released, found.storages[number].death) == (ended + 1,) * 2
     for at in read:
         assert found.storages[at] == trace.storages[at]
     assert [op.workspace_bytes for op in found.ops] == [
