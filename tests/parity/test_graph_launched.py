@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import belady
 from belady.errors import StaleValueError
-from belady.graph import capturing, launching
+from belady.graph import capturing, launching, told
 from belady.graph.joint import whole_graph
 from belady.graph.kinds import Kind
 from belady.graph.launchable import why_not
@@ -299,10 +299,13 @@ def test_launches_that_gain_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch
 def test_memory_that_only_a_step_uses_is_told_of(
     nbytes: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def after(self: Monitor, sample: Sample) -> None:
-        sample.beside_bytes = nbytes
+    end = Monitor.end
 
-    monkeypatch.setattr(Monitor, "after", after)
+    def ended(self: Monitor, sample: Sample) -> Sample:
+        sample.stepping_bytes = nbytes
+        return end(self, sample)
+
+    monkeypatch.setattr(Monitor, "end", ended)
     training = Training(CNN)
     launching_on_a_cpu(monkeypatch, training.models)
     with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
@@ -892,7 +895,7 @@ def test_a_gpu_divides_a_piece_by_what_an_iteration_takes(monkeypatch: pytest.Mo
         training.run(plain, ITERATIONS)
         run = vm.run()
     assert run is not None
-    assert any(launching.NOTE in it for it in run.notes)
+    assert any(told.NOTE in it for it in run.notes)
     # It could not grow, and then forward and backward were captured in one piece.
     assert holes == [None, (), ()]
     (events,) = asked

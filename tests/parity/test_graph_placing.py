@@ -10,10 +10,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import belady.graph.placing as placing
 from belady.graph.contents import Place
+from belady.graph.optimizers import follow
 from belady.graph.orders import orders_of
 from belady.graph.placing import Places, gradients_of
 from belady.ir.hardware import Allocator
@@ -262,14 +262,13 @@ def test_a_step_that_is_compiled_tells_too() -> None:
     places, moved = Places(torch.device("cpu"), [model]), list[int]()
     places._state.copy = lambda tensor: moved.append(tensor.nbytes)  # type: ignore[method-assign]
     optimizer = torch.optim.Adam(model.parameters())
-    handle = register_optimizer_step_post_hook(placing._Stepped(places))
+    follow(places, ended="stepped")
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     try:
         for _ in range(2):
             model(torch.ones(2, 1024)).sum().backward()
             step()
     finally:
-        handle.remove()
         torch._dynamo.reset()
     # Adam's two moments of the weight, once.
     assert moved == [4 * 2**20] * 2

@@ -15,6 +15,7 @@ from belady.graph.contents import Content
 from belady.ir.trace import Tier
 from belady.memory.contents import Moved
 from belady.simulate.holes import Holes
+from belady.simulate.stretch import Event
 
 # What a piece of memory is said to be divided into best; and in how many ways a pool may begin.
 DIVISIONS: list[Holes] = [(1,), (), (3, 2)]
@@ -33,17 +34,21 @@ class Rerun:
 
     Attributes
     ----------
-    launched
+    launched, lent
         How often something was.
     reserved
         What an allocator would reserve.
+    lacking, keeping
+        Whether what is lent has no room, and whether something of it is kept.
     """
 
     reserved = 0
+    lacking = keeping = False
 
     def __init__(self, models: Sequence[nn.Module], holes: Holes | None) -> None:
         self.holes = holes
-        self.launched = self.peak_bytes = 0
+        self.launched = self.lent = self.peak_bytes = 0
+        self.lending = False
         self._models = models
         self._known: list[list[torch.UntypedStorage]] = []
 
@@ -60,6 +65,7 @@ class Rerun:
             buffer.data.copy_(it)
 
         def launch() -> None:
+            assert not self.lending
             self.launched += 1
             # Held until all is copied: what of it has the address of another is the same.
             made = issue()
@@ -83,6 +89,18 @@ class Rerun:
 
     def follow(self) -> None:
         pass
+
+    def lend(self) -> Callable[[], bool]:
+        assert not self.lending
+        self.lent, self.lending = self.lent + 1, True
+        return self._give_back
+
+    def _give_back(self) -> bool:
+        self.lending = False
+        return not self.keeping
+
+    def has_room_for(self, events: Sequence[Event]) -> bool:
+        return not self.lacking
 
     @property
     def reserved_bytes(self) -> int:

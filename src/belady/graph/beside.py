@@ -10,6 +10,7 @@ from torch import fx
 
 from belady.graph.doors import fake_value
 from belady.graph.kinds import Kind
+from belady.graph.prospect import Prospect
 from belady.ir.plan import Offload, Plan
 from belady.ir.trace import Trace
 from belady.memory.cap import PAGE_BYTES
@@ -31,18 +32,32 @@ def fixed_bytes(kind: Kind) -> int:
 def between_bytes(kind: Kind) -> int:
     """The most that is needed while nothing is launched, of what cannot lie where launches write.
 
-    That is of the loss, with results that are copies, or of the optimizer's step.
+    That is of the loss, with results that are copies, or of what follows backward: an optimizer's
+    step, unless it is lent what it takes.
     """
     if kind.force is None:
         return 0
     parts = kind.force.drawn.parts
     loss = bytes_of(parts[0].joint.forward_outputs) + max(part.outside_bytes for part in parts)
-    return int(_PIECES * max(loss, stepping_bytes(kind))) + _PAGES * PAGE_BYTES
+    beside = max((it.beside_bytes for it in kind.samples), default=0)
+    step = 0 if kind.prospect.lends else kind.prospect.stepping_bytes
+    return _in_pieces(max(loss, beside, step))
+
+
+def lend_no_more(prospect: Prospect) -> None:
+    """Leave a step what it takes: nothing is lent to it."""
+    prospect.lends = False
+    step = _in_pieces(prospect.stepping_bytes)
+    prospect.between_bytes = max(prospect.between_bytes, step)
+
+
+def _in_pieces(nbytes: int) -> int:
+    return int(_PIECES * nbytes) + _PAGES * PAGE_BYTES
 
 
 def stepping_bytes(kind: Kind) -> int:
     """The most that an optimizer's step has taken beside what it keeps; 0 where nobody counts."""
-    return max((it.beside_bytes for it in kind.samples), default=0)
+    return max((it.stepping_bytes for it in kind.samples), default=0)
 
 
 def bytes_of(nodes: Iterable[Any]) -> int:

@@ -96,6 +96,11 @@ class Launched:
             self._let_go()
             raise
 
+    @property
+    def idle(self) -> bool:
+        """Whether no backward is owed: nothing but gradients has to stay."""
+        return self._owed is None or self._owed() is None
+
     def program(self) -> Program:
         """What the next call runs as; until it is over, or thrown away, nothing is given back."""
         owed = [_Owed()]
@@ -127,7 +132,7 @@ class Launched:
         What is left of earlier iterations, such as a loss, holds on to it.
         """
         self._closed = True
-        if self._owed is None or self._owed() is None:
+        if self.idle:
             self._let_go()
 
     def _let_go(self) -> None:
@@ -141,7 +146,7 @@ class Launched:
     def takes(self, args: Sequence[Any]) -> bool:
         """Whether a launch now does what the program would do for ``args``."""
         return (
-            (self._owed is None or self._owed() is None)
+            self.idle
             and [args[number].data_ptr() for number in self._read] == self._addresses
             and all(args[number] == told for number, told in self._told)
             and self._settings == settings()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from belady.graph.beside import bytes_of
+from belady.graph.beside import between_bytes, bytes_of, lend_no_more, stepping_bytes
 from belady.graph.capture import Captured
 from belady.graph.capturing import Attempt
 from belady.graph.iteration import Iteration
@@ -19,7 +19,9 @@ from belady.graph.launchable import storage_of, why_not
 from belady.graph.launched import Launched
 from belady.graph.placing import Places
 from belady.graph.program import Program
-from belady.graph.prospect import Way
+from belady.graph.prospect import Prospect, Way
+from belady.graph.steps import Loans, may_lend
+from belady.graph.told import matters, said_of
 from belady.ir.plan import Offload
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
@@ -29,19 +31,9 @@ from belady.measure.verification import VERIFIED
 from belady.memory.carrier import Carrier
 from belady.memory.launches import captures
 from belady.memory.ledger import Ledger
-from belady.units import format_bytes, format_seconds
+from belady.units import format_seconds
 
 _log = logging.getLogger("belady")
-
-# How a report begins to say that they are.
-NOTE = "forward and backward are captured and launched in one piece each (CUDA graphs)"
-
-# What is said of the memory of a step that takes more than a part of the budget.
-_MATTERS = 0.04
-_STEPPING = (
-    "are left to the optimizer's step, which has no other memory where iterations are launched: "
-    "torch.optim's SGD, Adam, AdamW and Adagrad take next to none of it with fused=True"
-)
 
 # Most iterations in a row that a kind waits for until it is captured: twice as many each time that
 # what was captured is given back, since something else runs too. And most that it is tried for.
@@ -65,6 +57,11 @@ class Launching:
         The models whose parameters and buffers stay where they are; the list may grow.
     places
         What is set aside for gradients otherwise.
+
+    Attributes
+    ----------
+    loans
+        What optimizers' steps are lent.
     """
 
     def __init__(
@@ -81,21 +78,18 @@ class Launching:
         self._row = 0
         self._samples: list[Sample] = []
         self._ledger = Ledger(carrier.device)
+        self.loans = Loans(self._ledger)
 
     @property
     def notes(self) -> list[str]:
         """What a user should know of the kind that runs, one sentence each."""
-        kind = self._kind
-        if kind is None or kind.prospect.way is not Way.LAUNCHED:
-            return []
-        if kind.measured is None or kind.prospect.instead is None:
-            return []
-        *_, before = kind.prospect.instead
-        took = format_seconds(kind.measured.seconds), format_seconds(before.seconds)
-        said = [f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"]
-        if (stepping := kind.prospect.stepping_bytes) > _MATTERS * self._budget_bytes:
-            said.append(f"{format_bytes(stepping)} {_STEPPING}")
-        return said
+        return [] if self._kind is None else said_of(self._kind, self._budget_bytes)
+
+    def weigh(self, kind: Kind) -> None:
+        """See what a verified kind needs beside launches."""
+        kind.prospect.stepping_bytes = stepping_bytes(kind)
+        kind.prospect.lends = self.loans.possible and matters(kind, self._budget_bytes)
+        kind.prospect.between_bytes = between_bytes(kind)
 
     def begin(self, kind: Kind) -> None:
         """A plan is in force: see whether its iterations may be launched."""
@@ -111,6 +105,9 @@ class Launching:
 
     def only(self, kind: Kind) -> None:
         """An iteration begins: what was captured of another kind is given back."""
+        if not self.loans.over():
+            # A launch would write over what a step has kept.
+            self.rest()
         self._ledger.drop()
         before = self._kind
         if kind is not before:
@@ -144,6 +141,7 @@ class Launching:
                 kind.prospect.way = Way.ISSUED
         elif self._launched is None:
             if not kind.prospect.events:
+                self.loans.forget()
                 self._ledger.begin()
         elif not (
             self._launched.takes(args)
@@ -171,8 +169,10 @@ class Launching:
         if kind is not self._kind or kind.stage is not Stage.STEADY:
             return
         self._row += 1
-        kind.prospect.events = self._ledger.end() or kind.prospect.events
         prospect, launched = kind.prospect, self._launched is not None
+        if self._ledger.listens:
+            prospect.events = self.loans.before or self._ledger.end()
+            prospect.stepping = self.loans.during
         if prospect.way is Way.ISSUED:
             return
         goes_on = prospect.way is Way.LAUNCHED and launched
@@ -205,6 +205,7 @@ class Launching:
         launched, self._launched = self._launched, None
         self._row, self._samples = 0, []
         self._ledger.drop()
+        self.loans.lend_of(None)
         if launched is not None:
             # They would hold memory that nobody else is given.
             self._move_gradients(launched)
@@ -258,16 +259,28 @@ class Launching:
         if any(it.grad is not None for module in self._modules for it in module.parameters()):
             # They have not been zeroed yet, and so will need other memory in each iteration.
             room -= bytes_of(joint.backward_outputs)
-        events, holes = kind.prospect.events, kind.prospect.holes
-        attempt = Attempt(force, self._carrier, lasting, args, events, room, holes)
+        prospect = kind.prospect
+        known = prospect.events, room, prospect.holes
+        attempt = Attempt(force, self._carrier, lasting, args, *known)
+        if (launched := self._attempted(attempt, prospect)) is None:
+            self._issue_again(kind)
+        return launched
+
+    def _attempted(self, attempt: Attempt, prospect: Prospect) -> Launched | None:
+        """What an attempt captures; None where something is lacking."""
         launched, lacking = attempt.captured()
+        room, lends = attempt.room_bytes, prospect.lends
+        if launched is not None and lends and not may_lend(launched, prospect.stepping, room):
+            launched.close()
+            launched.launches.forget()
+            launched, lacking = None, 1
+            lend_no_more(prospect)
         if launched is not None:
-            kind.prospect.holes = launched.launches.holes
-            return launched
-        if lacking:
-            kind.prospect.lacks(lacking)
-        self._issue_again(kind)
-        return None
+            prospect.holes = launched.launches.holes
+            self.loans.lend_of(launched if lends else None)
+        elif lacking:
+            prospect.lacks(lacking)
+        return launched
 
     def _issue_again(self, kind: Kind) -> None:
         """Set aside what iterations need that are issued."""

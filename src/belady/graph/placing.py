@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from belady.graph.code import Code, Line
 from belady.graph.contents import Place
 from belady.graph.crossing import nodes_in
+from belady.graph.optimizers import Ours, follow
 from belady.graph.parts import Part
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Plan
@@ -38,14 +38,13 @@ class Places:
     """
 
     def __init__(self, device: torch.device, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = modules
+        self._ours: Collection[torch.optim.Optimizer] | Ours = Ours(modules)
         self._gradients, self._state = Apart(device), Apart(device)
         self._apart: set[Hashable] = set()
         self._set_aside = 0
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         if device.type == "cuda":
-            handle = register_optimizer_step_post_hook(_Stepped(self))
-            weakref.finalize(self, handle.remove)
+            follow(self, ended="stepped")
 
     def under(self, of: Hashable, trace: Trace, plan: Plan, allocator: Allocator) -> Place | None:
         """What gives gradients their place under a plan; None where they stay among the rest.
@@ -75,40 +74,25 @@ class Places:
         if self._apart:
             self._gradients.hold(self._set_aside)
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any, **_named: Any) -> None:
         """Move the state of an optimizer of these models when it has just come into being."""
-        # A step that found no gradients has made none. Whose it is is asked once: others step too.
-        if optimizer in self._settled or not optimizer.state:
+        # A step that found no gradients has made none.
+        if optimizer in self._settled or not optimizer.state or optimizer not in self._ours:
             return
         self._settled.add(optimizer)
-        ours = {id(it) for module in self._modules for it in module.parameters()}
-        if any(id(it) in ours for group in optimizer.param_groups for it in group["params"]):
-            settle_state(optimizer, self._state.copy)
+        settle_state(optimizer, self._state.copy)
 
     def close(self) -> None:
         """Leave everything where it is from now on."""
         self._gradients.close()
         self._state.close()
         self._apart.clear()
-        self._modules = ()
+        self._ours = ()
 
     def _gradient(self, made: torch.Tensor) -> torch.Tensor:
         # A backward can come after the end.
         placed = self._gradients.copy(made) if self._apart and owns_its_bytes(made) else None
         return made if placed is None else placed
-
-
-class _Stepped:
-    """A hook for all optimizers that does not keep `Places` alive, nor is compiled with a step."""
-
-    def __init__(self, places: Places) -> None:
-        self._places = weakref.ref(places)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        places = self._places()
-        if places is not None:
-            places.stepped(optimizer)
 
 
 def gradients_of(forward: Part) -> list[fx.Node]:

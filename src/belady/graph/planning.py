@@ -10,7 +10,7 @@ import torch
 
 from belady.errors import InfeasibleBudgetError
 from belady.graph import convolutions
-from belady.graph.beside import between_bytes, fixed_bytes, stepping_bytes
+from belady.graph.beside import fixed_bytes
 from belady.graph.bits import Bits
 from belady.graph.calls import part_of
 from belady.graph.capture import Captured
@@ -202,8 +202,7 @@ class Planning:
         follows, measured = chosen or kind.trial, kind.measured
         tried = kind.prospect.way is Way.TRIED
         if tried and follows is not None and measured is not None:
-            kind.prospect.between_bytes = between_bytes(kind)
-            kind.prospect.stepping_bytes = stepping_bytes(kind)
+            self.launching.weigh(kind)
             if self._launches(kind, drawn, follows, measured):
                 return
         if chosen is not None:

@@ -38,11 +38,14 @@ class Prospect:
         be launched.
     between_bytes, stepping_bytes
         What the device has to have room for while nothing is launched, and what an optimizer's step
-        takes of it.
+        takes.
+    lends
+        Whether a step is lent that of what launches leave idle.
     lacking_bytes
         What the first capture lacked, None while none did.
-    events
-        Blocks that came and went in an iteration of it, in order; empty where that is not known.
+    events, stepping
+        Blocks that came and went in an iteration of it, and in a step after it, in order; empty
+        where that is not known.
     holes
         What the pool of the last capture that had room begins with.
     """
@@ -54,8 +57,10 @@ class Prospect:
     waited: int = 0
     between_bytes: int = 0
     stepping_bytes: int = 0
+    lends: bool = False
     lacking_bytes: int | None = None
     events: Sequence[Event] = ()
+    stepping: Sequence[Event] = ()
     holes: Holes | None = None
 
     @property

@@ -19,6 +19,7 @@ from belady.graph.kinds import ELSEWHERE, MAY_BE_OFF, TWICE, Kind, Order, goes_b
 from belady.graph.planning import Planning
 from belady.graph.refusals import unmanaged
 from belady.graph.state import State, Turn
+from belady.graph.steps import Steps
 from belady.graph.trace import draw
 from belady.graph.watching import Watched
 from belady.ir.hardware import HardwareProfile
@@ -80,10 +81,9 @@ class Session:
         self._modules = modules
         self._planning = Planning(modules, policy, hardware, carrier, inductor)
         self.launching = self._planning.launching
-        self._hardware = hardware
-        self._carrier = carrier
-        self._ended = ended
+        self._hardware, self._carrier, self._ended = hardware, carrier, ended
         self._monitor = Monitor(self.device, carrier)
+        self._steps = Steps(modules, self._monitor, self.launching.loans)
         self._kinds: dict[Captured, Kind] = {}
         self._iteration: Iteration | None = None
         self._latest: Kind | None = None
@@ -199,7 +199,7 @@ class Session:
             self._monitor.end(iteration.sample)
         elif not iteration.turned:
             self._monitor.cancel()
-        self._monitor.after(iteration.sample)
+        self._monitor.after()
         self._carrier.sweep()
         self._planning.bits.forget()
         iteration.count_engine()

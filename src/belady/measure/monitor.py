@@ -44,7 +44,8 @@ class Sample:
     a ``pace`` taken. ``held`` says whether the device was held back meanwhile, so that the host was
     ahead of it and nothing in ``paced`` waits for the host.
     ``beside_bytes`` is what was held at most after it and before the next one, beyond what was held
-    at its end: of an optimizer's step; 0 where nobody counts it.
+    at its end, outside of optimizers' steps, and ``stepping_bytes`` what such a step took beyond
+    what was held when it began; 0 where nobody counts it.
     """
 
     begun: Moment
@@ -66,6 +67,7 @@ class Sample:
     paced: dict[tuple[int, int], float] = field(default_factory=dict)
     held: bool = False
     beside_bytes: int = 0
+    stepping_bytes: int = 0
 
     def passed(self, boundary: int) -> None:
         """The engine got control at a boundary."""
@@ -117,10 +119,12 @@ class Monitor:
     _retries: int = 0
     _level: int = field(default=0)
     _at_end: int = 0
+    _before_step: int = 0
+    _last: Sample | None = None
 
     def begin(self, level: int, *, paced: bool = False) -> Sample:
         """An iteration begins; at level 1 its pace is taken, if the engine says where it is."""
-        self._level = level
+        self._level, self._last = level, None
         tape = self.carrier.record() if level == 2 else None
         if level:
             self.carrier.measure_stalls = True
@@ -145,13 +149,28 @@ class Monitor:
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._at_end = torch.cuda.memory_allocated(self.device)
+                self._last = sample
         return sample
 
-    def after(self, sample: Sample) -> None:
+    def step_begins(self) -> None:
+        """An optimizer's step begins."""
+        if self._last is not None:
+            self.after()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before_step = torch.cuda.memory_allocated(self.device)
+
+    def step_ended(self) -> None:
+        """It ended."""
+        if self._last is not None:
+            took = torch.cuda.max_memory_allocated(self.device) - self._before_step
+            self._last.stepping_bytes = max(self._last.stepping_bytes, took)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def after(self) -> None:
         """What follows an iteration that has ended is over, too."""
-        if self._level and sample.ended is not None and self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            sample.beside_bytes = max(0, peak - self._at_end)
+        if self._last is not None:
+            took = torch.cuda.max_memory_allocated(self.device) - self._at_end
+            self._last.beside_bytes = max(self._last.beside_bytes, took)
 
     def cancel(self) -> None:
         """The iteration came to nothing: stop timing waits."""

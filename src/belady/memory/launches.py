@@ -8,7 +8,7 @@ lies where it lay when it was captured.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Protocol, TypeVar
@@ -17,9 +17,11 @@ import torch
 
 from belady.memory.apart import count_as_ours, others_have_pools
 from belady.memory.cap import PAGE_BYTES, set_aside, tear_down, walls
+from belady.memory.lent import Lent, blocks_held
 from belady.memory.streams import current_stream
 from belady.memory.workspaces import give_up, take_for_capture
 from belady.simulate.holes import Holes
+from belady.simulate.stretch import Event
 
 T = TypeVar("T")
 
@@ -61,6 +63,14 @@ class Capturing(Protocol):
 
     def over(self) -> None:
         """All is captured."""
+        ...
+
+    def lend(self) -> Callable[[], bool]:
+        """Have this thread use what is idle of the pool until what is given is called."""
+        ...
+
+    def has_room_for(self, events: Sequence[Event]) -> bool:
+        """Whether blocks that come and go in this order fit into what is idle of the pool."""
         ...
 
     def wait(self) -> None:
@@ -110,6 +120,7 @@ class Launches:
         torch.cuda.reset_peak_memory_stats(device)
         self._stream = _stream_of(device, threading.get_ident())
         self._pool = torch.cuda.graph_pool_handle()
+        self._held = frozenset[int]()
         count_as_ours(self._pool)
 
     def capture(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -203,6 +214,43 @@ class Launches:
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
         self._walls.clear()
         give_up(self._device)
+        self._held = blocks_held(self._pool)
+
+    def lend(self) -> Callable[[], bool]:
+        """Have what this thread takes come from what is idle of the pool, until that is called.
+
+        Only once all is captured, and between two rounds of launches: after the last one of a round
+        the pool holds what that has given, and nothing else of it has to stay. Torch gives its
+        blocks to the stream that has taken them first, so work goes to that of captures meanwhile.
+        What is then called says whether all that was taken has been given back: the next round
+        writes over what has not.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            Meanwhile, for what finds no room: nothing that is free elsewhere is given up for it.
+        """
+        self.follow()
+        lent = Lent(self._device, self._pool, self._stream)
+        return lambda: lent.end() and blocks_held(self._pool) == self._held
+
+    def has_room_for(self, events: Sequence[Event]) -> bool:
+        """Whether blocks that come and go in this order fit into what is idle of the pool.
+
+        If so the pool has grown by what it lacked, and they will fit again.
+        """
+        give_back, held = self.lend(), dict[int, torch.Tensor]()
+        try:
+            for block, nbytes in events:
+                held.pop(block, None)
+                if nbytes:
+                    held[block] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            held.clear()
+            give_back()
+        return True
 
     def wait(self) -> None:
         """Block until all that was launched has run."""

@@ -34,6 +34,11 @@ class Ledger:
         self._device = device
         self._open = False
 
+    @property
+    def listens(self) -> bool:
+        """Whether what is taken and given back is noted."""
+        return self._open
+
     def begin(self) -> None:
         """Note what is taken and given back from here on."""
         self.drop()
@@ -42,7 +47,7 @@ class Ledger:
             self._open = True
 
     def end(self) -> list[Event]:
-        """Blocks of one iteration, without those in pools of their own; at last none is left."""
+        """What was noted, without blocks in pools of their own; at last none is left."""
         if not self._open:
             return []
         found = torch.cuda.memory._snapshot()

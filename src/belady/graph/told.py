@@ -1,0 +1,35 @@
+"""What a user is told of iterations that are launched."""
+
+from __future__ import annotations
+
+from belady.graph.kinds import Kind
+from belady.graph.prospect import Way
+from belady.units import format_bytes, format_seconds
+
+# How a report begins to say that they are.
+NOTE = "forward and backward are captured and launched in one piece each (CUDA graphs)"
+
+# What is said of the memory of a step that takes more than a part of the budget.
+_MATTERS = 0.04
+_STEPPING = (
+    "are left to the optimizer's step, which has no other memory where iterations are launched: "
+    "torch.optim's SGD, Adam, AdamW and Adagrad take next to none of it with fused=True"
+)
+
+
+def said_of(kind: Kind, budget_bytes: int) -> list[str]:
+    """What a user should know of a kind that is launched, one sentence each."""
+    prospect = kind.prospect
+    if prospect.way is not Way.LAUNCHED or kind.measured is None or prospect.instead is None:
+        return []
+    *_, before = prospect.instead
+    took = format_seconds(kind.measured.seconds), format_seconds(before.seconds)
+    said = [f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"]
+    if matters(kind, budget_bytes) and not prospect.lends:
+        said.append(f"{format_bytes(prospect.stepping_bytes)} {_STEPPING}")
+    return said
+
+
+def matters(kind: Kind, budget_bytes: int) -> bool:
+    """Whether what a step takes is more than a small part of the budget."""
+    return kind.prospect.stepping_bytes > _MATTERS * budget_bytes
