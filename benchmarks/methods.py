@@ -282,7 +282,7 @@ def _of_measured(run: Run, policy: str) -> Record:
         "defaults": list(measured.defaults),
         "lanes": lane_rates(run, measured.spans),
     }
-    from belady.graph.launching import NOTE
+    from belady.graph.told import NOTE
 
     if any(note.startswith(NOTE) for note in run.notes):
         # Launches take nothing from torch's allocator: it counted them when they were captured.
