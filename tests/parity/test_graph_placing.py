@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import belady.graph.placing as placing
 from belady.graph.contents import Place
-from belady.graph.optimizers import follow
+from belady.graph.optimizers import Following
 from belady.graph.orders import orders_of
 from belady.graph.placing import Places, gradients_of
 from belady.ir.hardware import Allocator
@@ -262,7 +262,7 @@ def test_a_step_that_is_compiled_tells_too() -> None:
     places, moved = Places(torch.device("cpu"), [model]), list[int]()
     places._state.copy = lambda tensor: moved.append(tensor.nbytes)  # type: ignore[method-assign]
     optimizer = torch.optim.Adam(model.parameters())
-    follow(places, ended="stepped")
+    Following(places, ended="stepped")
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     try:
         for _ in range(2):

@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 
 class Stepped:
@@ -35,14 +36,24 @@ class Stepped:
             getattr(owner, self._method)(optimizer, *args[1:], **named)
 
 
-def follow(owner: object, *, begins: str | None = None, ended: str | None = None) -> None:
-    """Have methods of ``owner`` called around each step of any optimizer, as long as it lives."""
-    if begins is not None:
-        handle = register_optimizer_step_pre_hook(Stepped(owner, begins))
-        weakref.finalize(owner, handle.remove)
-    if ended is not None:
-        handle = register_optimizer_step_post_hook(Stepped(owner, ended))
-        weakref.finalize(owner, handle.remove)
+class Following:
+    """Has methods of ``owner`` called around each step of any optimizer, as long as it lives."""
+
+    def __init__(
+        self, owner: object, *, begins: str | None = None, ended: str | None = None
+    ) -> None:
+        self._handles: list[RemovableHandle] = []
+        if begins is not None:
+            self._handles.append(register_optimizer_step_pre_hook(Stepped(owner, begins)))
+        if ended is not None:
+            self._handles.append(register_optimizer_step_post_hook(Stepped(owner, ended)))
+        for handle in self._handles:
+            weakref.finalize(owner, handle.remove)
+
+    def close(self) -> None:
+        """No more."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class Ours:

@@ -18,7 +18,7 @@ from torch import fx
 from belady.graph.code import Code, Line
 from belady.graph.contents import Place
 from belady.graph.crossing import nodes_in
-from belady.graph.optimizers import Ours, follow
+from belady.graph.optimizers import Following, Ours
 from belady.graph.parts import Part
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Plan
@@ -43,8 +43,9 @@ class Places:
         self._apart: set[Hashable] = set()
         self._set_aside = 0
         self._settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        if device.type == "cuda":
-            follow(self, ended="stepped")
+        # Elsewhere nothing is set apart.
+        ended = "stepped" if device.type == "cuda" else None
+        self._following = Following(self, ended=ended)
 
     def under(self, of: Hashable, trace: Trace, plan: Plan, allocator: Allocator) -> Place | None:
         """What gives gradients their place under a plan; None where they stay among the rest.
@@ -86,6 +87,7 @@ class Places:
         """Leave everything where it is from now on."""
         self._gradients.close()
         self._state.close()
+        self._following.close()
         self._apart.clear()
         self._ours = ()
 

@@ -74,8 +74,7 @@ class Session:
     ) -> None:
         self.device, self.budget_bytes = carrier.device, policy.budget.device_bytes
         self.plain_bits = inductor is None
-        self.reasons: Counter[str] = Counter()
-        self.notes: list[str] = []
+        self.reasons, self.notes = Counter[str](), list[str]()
         self.calling = ""
         self.admission = Admission(policy, hardware, carrier.device)
         self._modules = modules
@@ -216,6 +215,7 @@ class Session:
         self._settle()
         self._closed = True
         self.admission.close()
+        self._steps.close()
         self._planning.close()
         self._abandon()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from belady.graph.launched import Launched
-from belady.graph.optimizers import Ours, follow
+from belady.graph.optimizers import Following, Ours
 from belady.measure.monitor import Monitor
 from belady.memory.ledger import Ledger
 from belady.simulate.stretch import Event
@@ -102,7 +102,7 @@ class Steps:
 
     def __init__(self, modules: Sequence[torch.nn.Module], monitor: Monitor, loans: Loans) -> None:
         self._ours, self._monitor, self._loans = Ours(modules), monitor, loans
-        follow(self, begins="begins", ended="ended")
+        self._following = Following(self, begins="begins", ended="ended")
 
     def begins(self, optimizer: torch.optim.Optimizer, *args: Any, **named: Any) -> None:
         """A step begins, with these arguments."""
@@ -119,6 +119,10 @@ class Steps:
         if optimizer in self._ours:
             self._loans.step_ended()
             self._monitor.step_ended()
+
+    def close(self) -> None:
+        """Follow them no more."""
+        self._following.close()
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
