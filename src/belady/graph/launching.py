@@ -21,7 +21,7 @@ from belady.graph.placing import Places
 from belady.graph.program import Program
 from belady.graph.prospect import Prospect, Way
 from belady.graph.steps import Loans, may_lend
-from belady.graph.told import matters, said_of
+from belady.graph.told import log_launched, matters, said_of
 from belady.ir.plan import Offload
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
@@ -31,7 +31,6 @@ from belady.measure.verification import VERIFIED
 from belady.memory.carrier import Carrier
 from belady.memory.launches import captures
 from belady.memory.ledger import Ledger
-from belady.units import format_seconds
 
 _log = logging.getLogger("belady")
 
@@ -229,8 +228,7 @@ class Launching:
             return
         *_, before = kind.prospect.instead
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
-        took = format_seconds(found.seconds), format_seconds(before.seconds)
-        _log.info("launched in one piece an iteration takes %s, otherwise %s", *took)
+        log_launched(found, before)
         if not fits or not gains(min(found.iterations), before):
             self.rest()
             kind.prospect.way = Way.ISSUED

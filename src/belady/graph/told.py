@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from belady.graph.kinds import Kind
 from belady.graph.prospect import Way
+from belady.ir.timeline import Measured
 from belady.units import format_bytes, format_seconds
+
+_log = logging.getLogger("belady")
 
 # How a report begins to say that they are.
 NOTE = "forward and backward are captured and launched in one piece each (CUDA graphs)"
@@ -33,3 +38,14 @@ def said_of(kind: Kind, budget_bytes: int) -> list[str]:
 def matters(kind: Kind, budget_bytes: int) -> bool:
     """Whether what a step takes is more than a small part of the budget."""
     return kind.prospect.stepping_bytes > _MATTERS * budget_bytes
+
+
+def log_launched(found: Measured, before: Measured) -> None:
+    """Say what launched iterations took, and those that were issued before."""
+    _log.info(
+        "launched in one piece an iteration takes %s, otherwise %s; %s reserved, %d flushes",
+        format_seconds(found.seconds),
+        format_seconds(before.seconds),
+        format_bytes(found.reserved_bytes),
+        found.allocation_retries,
+    )
