@@ -13,6 +13,7 @@ from torch import Tensor
 import belady
 from belady.graph import launching, told
 from belady.graph.launched import Launched
+from belady.graph.launching import Launching
 from belady.graph.steps import Loans
 from belady.measure.verification import Verification
 from belady.memory.launches import Launches
@@ -98,6 +99,34 @@ def test_a_step_that_nobody_knows_is_lent_nothing(
     (made,) = train(CNN, plain, "vdnn_all", monkeypatch)
     assert made.launched
     assert not made.lent
+
+
+@pytest.mark.parametrize("kind", [Ours, torch.optim.AdamW])
+def test_another_optimizer_has_the_memory_of_launches(
+    kind: type[torch.optim.AdamW], noted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody knows, or that has no state yet."""
+    given_back: list[int] = []
+    rest = Launching.rest
+
+    def resting(self: Launching) -> None:
+        if self._launched is not None:
+            given_back.append(self._row)
+        rest(self)
+
+    def changing(training: Training, index: int) -> list[Tensor]:
+        if index == FIRST + 3:
+            training.optimizers = [kind(training.model.parameters(), 1e-4)]
+        return plain(training, index)
+
+    monkeypatch.setattr(Launching, "rest", resting)
+    first, *others = train(CNN, changing, "vdnn_all", monkeypatch)
+    assert first.launched == 2 * 4
+    assert first.lent == 3
+    # Captured again, one that is not known asks for memory of its own: another plan leaves it that.
+    assert [bool(it.launched) for it in others] == ([False, True] if kind is Ours else [True])
+    assert [bool(it.lent) for it in others] == ([False, False] if kind is Ours else [True])
+    assert len(given_back) == 1
 
 
 def test_what_a_step_keeps_ends_launches(noted: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,19 +216,19 @@ class Idle:
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_nothing_is_lent_while_a_backward_is_owed(idle: bool) -> None:
-    loans, launched = Loans(Ledger(torch.device("cpu"))), Idle(idle=idle)
+    loans, launched = Loans(Ledger(torch.device("cpu")), pytest.fail), Idle(idle=idle)
     loans.lend_of(launched)  # type: ignore[arg-type]
-    loans.step_begins(lendable=True)
+    loans.step_begins(known=True, settled=True)
     assert launched.launches.lending is idle
     loans.step_ended()
     assert not launched.launches.lending
 
 
 def test_a_step_within_a_step_is_lent_the_rest() -> None:
-    loans, launched = Loans(Ledger(torch.device("cpu"))), Idle(idle=True)
+    loans, launched = Loans(Ledger(torch.device("cpu")), pytest.fail), Idle(idle=True)
     loans.lend_of(launched)  # type: ignore[arg-type]
     for _ in range(2):
-        loans.step_begins(lendable=True)
+        loans.step_begins(known=True, settled=True)
     for _ in range(2):
         loans.step_ended()
         assert not launched.launches.lending
@@ -230,8 +259,8 @@ def lent_on(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
     monkeypatch.setattr(launching, "_GAINS", -100.0)
     lend, found = Loans.step_begins, list[Launched]()
 
-    def note(self: Loans, *, lendable: bool) -> None:
-        lend(self, lendable=lendable)
+    def note(self: Loans, *, known: bool, settled: bool) -> None:
+        lend(self, known=known, settled=settled)
         if self._give_back is not None:
             assert self._launched is not None
             found.append(self._launched)

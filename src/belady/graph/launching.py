@@ -77,7 +77,7 @@ class Launching:
         self._row = 0
         self._samples: list[Sample] = []
         self._ledger = Ledger(carrier.device)
-        self.loans = Loans(self._ledger)
+        self.loans = Loans(self._ledger, self.rest)
 
     @property
     def notes(self) -> list[str]:
@@ -267,8 +267,8 @@ class Launching:
     def _attempted(self, attempt: Attempt, prospect: Prospect) -> Launched | None:
         """What an attempt captures; None where something is lacking."""
         launched, lacking = attempt.captured()
-        room, lends = attempt.room_bytes, prospect.lends
-        if launched is not None and lends and not may_lend(launched, prospect.stepping, room):
+        lends, lent = prospect.lends, prospect.stepping if self.loans.possible else ()
+        if launched is not None and lends and not may_lend(launched, lent, attempt.room_bytes):
             launched.close()
             launched.launches.forget()
             launched, lacking = None, 1

@@ -24,6 +24,8 @@ class Loans:
     ----------
     ledger
         Where it listens when a step begins, it does so for the step alone meanwhile.
+    give_up
+        Has launches given back: where they lend, a step that is lent nothing has no other memory.
 
     Attributes
     ----------
@@ -33,12 +35,12 @@ class Loans:
         Blocks up to the first step, and of all steps, while the ledger listened last.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, give_up: Callable[[], None]) -> None:
+        self._ledger, self._give_up = ledger, give_up
         self._launched: Launched | None = None
         self._give_back: Callable[[], bool] | None = None
         self._clean = self.possible = True
-        self._begun = False
+        self._noted = False
         self.before: Sequence[Event] = ()
         self.during: Sequence[Event] = ()
 
@@ -47,21 +49,32 @@ class Loans:
         self.over()
         self._launched, self._clean = launched, True
 
-    def step_begins(self, *, lendable: bool) -> None:
-        """A step begins; it may be ``lendable`` only if nothing else runs in it, see `is_known`."""
+    def step_begins(self, *, known: bool, settled: bool) -> None:
+        """A step begins.
+
+        Parameters
+        ----------
+        known
+            Whether nothing else runs in it, and it keeps nothing but state, see `is_known`.
+        settled
+            Whether it has its state.
+        """
         self.over()
-        self._begun, self.possible = True, self.possible and lendable
-        if self._ledger.listens:
+        self.possible = self.possible and known
+        self._noted = settled and self._ledger.listens
+        if self._noted:
             self.before = self.before or self._ledger.end()
             self._ledger.begin()
-        if lendable and self._launched is not None and self._launched.idle:
+        if self._launched is not None and not (known and settled):
+            self._give_up()
+        elif self._launched is not None and self._launched.idle:
             self._give_back = self._launched.launches.lend()
 
     def step_ended(self) -> None:
         """It ended."""
         self.over()
-        begun, self._begun = self._begun, False
-        if begun and self._ledger.listens:
+        noted, self._noted = self._noted, False
+        if noted and self._ledger.listens:
             self.during = [*self.during, *self._ledger.end()]
             self._ledger.begin()
 
@@ -110,9 +123,8 @@ class Steps:
             self._monitor.step_begins()
             # What a step calls back may run the models.
             alone = not any(it is not None for it in (*args, *named.values()))
-            # What makes its state keeps what it takes.
-            if optimizer.state:
-                self._loans.step_begins(lendable=alone and is_known(optimizer))
+            known, settled = alone and is_known(optimizer), bool(optimizer.state)
+            self._loans.step_begins(known=known, settled=settled)
 
     def ended(self, optimizer: torch.optim.Optimizer, *_: Any, **_named: Any) -> None:
         """It ended."""
