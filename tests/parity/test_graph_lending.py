@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import belady
 from belady.graph import launching, told
 from belady.graph.launched import Launched
 from belady.graph.launching import Launching
-from belady.graph.steps import Loans
+from belady.graph.prospect import Prospect
+from belady.graph.steps import Loans, is_known, may_lend
+from belady.measure.monitor import Monitor
 from belady.measure.verification import Verification
+from belady.memory.carrier import Carrier
 from belady.memory.launches import Launches
 from belady.memory.ledger import Ledger
 from belady.simulate.stretch import Event
@@ -161,6 +165,29 @@ def test_a_step_that_cannot_be_lent_to_keeps_its_memory(
     assert asked[1] > asked[0]
 
 
+def test_a_plan_that_left_what_a_capture_lacked_leaves_a_step_its_memory_too(
+    noted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    planned, begin = Verification.launched, Rerun.__init__
+
+    def note(self: Verification, *given: Any) -> Any:
+        asked.append(given[2])
+        return planned(self, *given)
+
+    def lacking(self: Rerun, *given: Any) -> None:
+        begin(self, *given)
+        self.reserved = (1 << 30) - 5 if len(asked) == 1 else 0
+
+    monkeypatch.setattr(Verification, "launched", note)
+    monkeypatch.setattr(Rerun, "__init__", lacking)
+    monkeypatch.setattr(Rerun, "lacking", True)
+    *_, last = train(CNN, plain, "vdnn_all", monkeypatch)
+    assert len(asked) == 3
+    assert last.launched
+    assert not last.lent
+
+
 def failing_once(training: Training, index: int) -> list[Tensor]:
     """As `plain`, but that the step of one iteration is interrupted, and done afterwards."""
     loss = training.loss(index)
@@ -216,15 +243,20 @@ class Idle:
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_nothing_is_lent_while_a_backward_is_owed(idle: bool) -> None:
-    loans, launched = Loans(Ledger(torch.device("cpu")), pytest.fail), Idle(idle=idle)
+    given_up: list[None] = []
+    loans = Loans(Ledger(torch.device("cpu")), lambda: given_up.append(None))
+    launched = Idle(idle=idle)
     loans.lend_of(launched)  # type: ignore[arg-type]
     loans.step_begins(known=True, settled=True)
     assert launched.launches.lending is idle
+    # The next plan leaves such a step what it takes.
+    assert loans.possible is idle
+    assert len(given_up) == (not idle)
     loans.step_ended()
     assert not launched.launches.lending
 
 
-def test_a_step_within_a_step_is_lent_the_rest() -> None:
+def test_a_step_within_a_step_ends_what_that_was_lent() -> None:
     loans, launched = Loans(Ledger(torch.device("cpu")), pytest.fail), Idle(idle=True)
     loans.lend_of(launched)  # type: ignore[arg-type]
     for _ in range(2):
@@ -233,6 +265,74 @@ def test_a_step_within_a_step_is_lent_the_rest() -> None:
         loans.step_ended()
         assert not launched.launches.lending
     assert loans.over()
+
+
+def without_momentum(training: Training, index: int) -> list[Tensor]:
+    """As `plain`, with an optimizer beside it that never has a state."""
+    if len(training.optimizers) == 1:
+        head = [*training.model.parameters()][-2:]
+        training.optimizers.append(torch.optim.SGD(head, 1e-3, weight_decay=0.1))
+    loss = training.loss(index)
+    loss.backward()
+    for optimizer in training.optimizers:
+        optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+def test_an_optimizer_without_state_is_lent_to(
+    noted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (made,) = train(CNN, without_momentum, "vdnn_all", monkeypatch)
+    assert made.launched == 2 * LAUNCHED
+    assert made.lent == 2 * LAUNCHED
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, Ours])
+def test_what_multiplies_matrices_or_calls_back_is_not_known(
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    assert not is_known(optimizer([weight]))
+    assert is_known(torch.optim.Adam([weight]))
+
+
+def test_more_than_was_noted_is_not_known() -> None:
+    """As where another optimizer steps in some iterations alone."""
+    launched = Idle(idle=True)
+    attempt = SimpleNamespace(room_bytes=1 << 30)
+    events = [(0, 4000), (1, 5000), (0, 0), (2, 3000), (1, 0), (2, 0)]
+    for taken, fits in ((9000, True), (12_900, True), (13_000, False)):
+        prospect = Prospect(stepping_bytes=taken, stepping=events)
+        assert may_lend(launched, attempt, prospect) is fits  # type: ignore[arg-type]
+
+
+def test_what_lasts_through_a_step_counts_where_nothing_is_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, most = [0], [0]
+    for name, count in (("memory_allocated", held), ("max_memory_allocated", most)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, it=count: it[0])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: most.__setitem__(0, held[0])
+    )
+
+    def hold(nbytes: int) -> None:
+        held[0] += nbytes
+        most[0] = max(most[0], held[0])
+
+    monitor = Monitor(torch.device("cpu"), Carrier(torch.device("cpu")))
+    sample = monitor.end(monitor.begin(0))
+    monitor._last = sample
+    hold(1000)
+    monitor.step_begins()
+    hold(800)
+    hold(-800)
+    monitor.step_ended()
+    hold(300)
+    hold(-1300)
+    monitor.after()
+    assert (sample.outside_bytes, sample.stepping_bytes, sample.beside_bytes) == (1300, 800, 1800)
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

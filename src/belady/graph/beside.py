@@ -10,7 +10,6 @@ from torch import fx
 
 from belady.graph.doors import fake_value
 from belady.graph.kinds import Kind
-from belady.graph.prospect import Prospect
 from belady.ir.plan import Offload, Plan
 from belady.ir.trace import Trace
 from belady.memory.cap import PAGE_BYTES
@@ -29,30 +28,18 @@ def fixed_bytes(kind: Kind) -> int:
     return bytes_of(copied)
 
 
-def between_bytes(kind: Kind) -> int:
+def between_bytes(kind: Kind, *, lends: bool) -> int:
     """The most that is needed while nothing is launched, of what cannot lie where launches write.
 
-    That is of the loss, with results that are copies, or of what follows backward: an optimizer's
-    step, unless it is lent what it takes.
+    That is of the loss, with results that are copies, or of what follows backward: without an
+    optimizer's step where ``lends`` says that it is lent what it takes.
     """
     if kind.force is None:
         return 0
     parts = kind.force.drawn.parts
     loss = bytes_of(parts[0].joint.forward_outputs) + max(part.outside_bytes for part in parts)
-    beside = max((it.beside_bytes for it in kind.samples), default=0)
-    step = 0 if kind.prospect.lends else kind.prospect.stepping_bytes
-    return _in_pieces(max(loss, beside, step))
-
-
-def lend_no_more(prospect: Prospect) -> None:
-    """Leave a step what it takes: nothing is lent to it."""
-    prospect.lends = False
-    step = _in_pieces(prospect.stepping_bytes)
-    prospect.between_bytes = max(prospect.between_bytes, step)
-
-
-def _in_pieces(nbytes: int) -> int:
-    return int(_PIECES * nbytes) + _PAGES * PAGE_BYTES
+    after = (it.outside_bytes if lends else it.beside_bytes for it in kind.samples)
+    return int(_PIECES * max(loss, *after, 0)) + _PAGES * PAGE_BYTES
 
 
 def stepping_bytes(kind: Kind) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from belady.graph.beside import between_bytes, bytes_of, lend_no_more, stepping_bytes
+from belady.graph.beside import between_bytes, bytes_of, stepping_bytes
 from belady.graph.capture import Captured
 from belady.graph.capturing import Attempt
 from belady.graph.iteration import Iteration
@@ -86,9 +86,11 @@ class Launching:
 
     def weigh(self, kind: Kind) -> None:
         """See what a verified kind needs beside launches."""
-        kind.prospect.stepping_bytes = stepping_bytes(kind)
-        kind.prospect.lends = self.loans.possible and matters(kind, self._budget_bytes)
-        kind.prospect.between_bytes = between_bytes(kind)
+        prospect = kind.prospect
+        prospect.stepping_bytes = stepping_bytes(kind)
+        prospect.lends = self.loans.possible and matters(kind, self._budget_bytes)
+        prospect.unlent_bytes = between_bytes(kind, lends=False)
+        prospect.between_bytes = between_bytes(kind, lends=prospect.lends)
 
     def begin(self, kind: Kind) -> None:
         """A plan is in force: see whether its iterations may be launched."""
@@ -267,12 +269,12 @@ class Launching:
     def _attempted(self, attempt: Attempt, prospect: Prospect) -> Launched | None:
         """What an attempt captures; None where something is lacking."""
         launched, lacking = attempt.captured()
-        lends, lent = prospect.lends, prospect.stepping if self.loans.possible else ()
-        if launched is not None and lends and not may_lend(launched, lent, attempt.room_bytes):
+        lends, suits = prospect.lends, self.loans.possible
+        if launched is not None and lends and not (suits and may_lend(launched, attempt, prospect)):
             launched.close()
             launched.launches.forget()
-            launched, lacking = None, 1
-            lend_no_more(prospect)
+            prospect.lend_no_more()
+            return None
         if launched is not None:
             prospect.holes = launched.launches.holes
             self.loans.lend_of(launched if lends else None)

@@ -36,9 +36,10 @@ class Prospect:
     wanted, waited
         Iterations in a row after which it is captured; and those that were issued since it could
         be launched.
-    between_bytes, stepping_bytes
-        What the device has to have room for while nothing is launched, and what an optimizer's step
-        takes.
+    between_bytes, unlent_bytes
+        What the device has to have room for while nothing is launched; and where nothing is lent.
+    stepping_bytes
+        What an optimizer's step takes.
     lends
         Whether a step is lent that of what launches leave idle.
     lacking_bytes
@@ -56,6 +57,7 @@ class Prospect:
     wanted: int = 1
     waited: int = 0
     between_bytes: int = 0
+    unlent_bytes: int = 0
     stepping_bytes: int = 0
     lends: bool = False
     lacking_bytes: int | None = None
@@ -73,6 +75,11 @@ class Prospect:
         """Have a plan be asked for with so much more room, once: after the first capture."""
         if self.lacking_bytes is None:
             self.lacking_bytes = nbytes
+
+    def lend_no_more(self) -> None:
+        """Have another plan be asked for, which leaves a step what it takes."""
+        self.lends, self.between_bytes = False, self.unlent_bytes
+        self.lacking_bytes = self.lacking_bytes or 1
 
     def put_off(self, most: int) -> None:
         """Wait for twice as long until it is captured again; for more than ``most``, for good."""

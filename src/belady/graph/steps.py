@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from belady.graph.capturing import Attempt
 from belady.graph.launched import Launched
 from belady.graph.optimizers import Following, Ours
+from belady.graph.prospect import Prospect
 from belady.measure.monitor import Monitor
+from belady.memory.apart import capturing
 from belady.memory.ledger import Ledger
 from belady.simulate.stretch import Event
+
+_optim = torch.optim
+_KNOWN = frozenset(
+    {_optim.SGD, _optim.Adam, _optim.AdamW, _optim.NAdam, _optim.RAdam, _optim.Adamax}
+    | {_optim.RMSprop, _optim.Adagrad, _optim.Adadelta, _optim.ASGD, _optim.Rprop}
+)
+# What blocks may have more than was asked for: each, and those of which torch splits nothing off.
+_ROUNDED, _UNSPLIT = 512, 1.1
 
 
 class Loans:
@@ -30,7 +42,7 @@ class Loans:
     Attributes
     ----------
     possible
-        Whether every step so far could have been lent something, had there been launches.
+        Whether no step so far was one to which nothing can be lent.
     before, during
         Blocks up to the first step, and of all steps, while the ledger listened last.
     """
@@ -65,10 +77,13 @@ class Loans:
         if self._noted:
             self.before = self.before or self._ledger.end()
             self._ledger.begin()
-        if self._launched is not None and not (known and settled):
+        launched = self._launched
+        if launched is not None and known and settled and launched.idle:
+            self._give_back = launched.launches.lend()
+        elif launched is not None:
+            # One that comes while a backward is owed will again.
+            self.possible = self.possible and launched.idle
             self._give_up()
-        elif self._launched is not None and self._launched.idle:
-            self._give_back = self._launched.launches.lend()
 
     def step_ended(self) -> None:
         """It ended."""
@@ -90,18 +105,22 @@ class Loans:
         self.before = self.during = ()
 
 
-def may_lend(launched: Launched, events: Sequence[Event], room_bytes: int) -> bool:
-    """Whether what launches leave idle has room for blocks that come and go in this order.
+def may_lend(launched: Launched, attempt: Attempt, prospect: Prospect) -> bool:
+    """Whether what launches leave idle has room for what a step takes.
 
-    Parameters
-    ----------
-    events
-        None: nobody knows them.
-    room_bytes
-        The most that the device may reserve then.
+    Not where nobody knows that, as where a larger one has been seen than was noted.
     """
-    launches = launched.launches
-    return bool(events) and launches.has_room_for(events) and launches.reserved_bytes <= room_bytes
+    launches, events = launched.launches, prospect.stepping
+    living, held, most = dict[int, int](), 0, 0
+    for block, nbytes in events:
+        held += nbytes - living.get(block, 0)
+        living[block], most = nbytes, max(most, held)
+    known = events and _UNSPLIT * most + _ROUNDED * len(events) >= prospect.stepping_bytes
+    return (
+        bool(known)
+        and launches.has_room_for(events)
+        and launches.reserved_bytes <= attempt.room_bytes
+    )
 
 
 class Steps:
@@ -115,6 +134,8 @@ class Steps:
 
     def __init__(self, modules: Sequence[torch.nn.Module], monitor: Monitor, loans: Loans) -> None:
         self._ours, self._monitor, self._loans = Ours(modules), monitor, loans
+        # One without momentum has no state, ever.
+        self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
         self._following = Following(self, begins="begins", ended="ended")
 
     def begins(self, optimizer: torch.optim.Optimizer, *args: Any, **named: Any) -> None:
@@ -123,7 +144,8 @@ class Steps:
             self._monitor.step_begins()
             # What a step calls back may run the models.
             alone = not any(it is not None for it in (*args, *named.values()))
-            known, settled = alone and is_known(optimizer), bool(optimizer.state)
+            known = alone and is_known(optimizer)
+            settled = optimizer in self._stepped or bool(optimizer.state)
             self._loans.step_begins(known=known, settled=settled)
 
     def ended(self, optimizer: torch.optim.Optimizer, *_: Any, **_named: Any) -> None:
@@ -131,6 +153,7 @@ class Steps:
         if optimizer in self._ours:
             self._loans.step_ended()
             self._monitor.step_ended()
+            self._stepped.add(optimizer)
 
     def close(self) -> None:
         """Follow them no more."""
@@ -138,8 +161,8 @@ class Steps:
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step keeps next to nothing that it takes, and issues all to the current stream.
+    """Whether a step keeps nothing but its state, and issues all to the current stream.
 
-    Those of torch do so. What those of others do nobody knows.
+    Products of matrices keep a workspace of cuBLAS's on each stream.
     """
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return type(optimizer) in _KNOWN and not capturing()

@@ -44,8 +44,8 @@ class Sample:
     a ``pace`` taken. ``held`` says whether the device was held back meanwhile, so that the host was
     ahead of it and nothing in ``paced`` waits for the host.
     ``beside_bytes`` is what was held at most after it and before the next one, beyond what was held
-    at its end, outside of optimizers' steps, and ``stepping_bytes`` what such a step took beyond
-    what was held when it began; 0 where nobody counts it.
+    at its end, and ``outside_bytes`` the same outside of optimizers' steps; ``stepping_bytes`` is
+    what such a step took beyond what was held when it began. 0 where nobody counts it.
     """
 
     begun: Moment
@@ -67,6 +67,7 @@ class Sample:
     paced: dict[tuple[int, int], float] = field(default_factory=dict)
     held: bool = False
     beside_bytes: int = 0
+    outside_bytes: int = 0
     stepping_bytes: int = 0
 
     def passed(self, boundary: int) -> None:
@@ -161,16 +162,20 @@ class Monitor:
 
     def step_ended(self) -> None:
         """It ended."""
-        if self._last is not None:
-            took = torch.cuda.max_memory_allocated(self.device) - self._before_step
-            self._last.stepping_bytes = max(self._last.stepping_bytes, took)
+        last = self._last
+        if last is not None:
+            peak = torch.cuda.max_memory_allocated(self.device)
+            last.stepping_bytes = max(last.stepping_bytes, peak - self._before_step)
+            last.beside_bytes = max(last.beside_bytes, peak - self._at_end)
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def after(self) -> None:
         """What follows an iteration that has ended is over, too."""
-        if self._last is not None:
+        last = self._last
+        if last is not None:
             took = torch.cuda.max_memory_allocated(self.device) - self._at_end
-            self._last.beside_bytes = max(self._last.beside_bytes, took)
+            last.outside_bytes = max(last.outside_bytes, took)
+            last.beside_bytes = max(last.beside_bytes, took)
 
     def cancel(self) -> None:
         """The iteration came to nothing: stop timing waits."""

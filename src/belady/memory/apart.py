@@ -37,7 +37,7 @@ class Apart:
     def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A copy with the same strides, in stream order; None when there is no room for it."""
         device = self._device
-        if tensor.device != device or device.type != "cuda" or _capturing():
+        if tensor.device != device or device.type != "cuda" or capturing():
             return None
         if self._pool is None:
             self._pool = _new_pool()
@@ -55,7 +55,7 @@ class Apart:
         copies that were made has what it needs.
         """
         grown = self._pool is not None and not self._held_bytes
-        if self._device.type != "cuda" or nbytes <= self._held_bytes or grown or _capturing():
+        if self._device.type != "cuda" or nbytes <= self._held_bytes or grown or capturing():
             return
         pool = self._pool or _new_pool()
         # In a pool, torch does not give up what it has cached elsewhere.
@@ -75,5 +75,7 @@ def _new_pool() -> torch.cuda.MemPool:
     return pool
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
+def capturing() -> bool:
+    """Whether what this thread issues is captured."""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()

@@ -17,13 +17,16 @@ import torch
 
 from belady.memory.apart import count_as_ours, others_have_pools
 from belady.memory.cap import PAGE_BYTES, set_aside, tear_down, walls
-from belady.memory.lent import Lent, blocks_held
+from belady.memory.lent import Lent, blocks_held, come_and_go, is_lent, take_back
 from belady.memory.streams import current_stream
 from belady.memory.workspaces import give_up, take_for_capture
 from belady.simulate.holes import Holes
 from belady.simulate.stretch import Event
 
 T = TypeVar("T")
+
+# Times that a pool may grow until all that is to fit into it comes to lie as before.
+_GROWS = 4
 
 
 class Capturing(Protocol):
@@ -114,6 +117,7 @@ class Launches:
         self._latest: torch.cuda.Stream | None = None
         # Workspaces of a capture are of that one, and no other's; what is free elsewhere, the pool
         # is not given.
+        take_back()
         tear_down(device)
         give_up(device)
         torch.cuda.empty_cache()
@@ -230,6 +234,9 @@ class Launches:
         torch.OutOfMemoryError
             Meanwhile, for what finds no room: nothing that is free elsewhere is given up for it.
         """
+        if is_lent():
+            # An optimizer of two vms has that of one of them.
+            return lambda: True
         self.follow()
         lent = Lent(self._device, self._pool, self._stream)
         return lambda: lent.end() and blocks_held(self._pool) == self._held
@@ -237,20 +244,20 @@ class Launches:
     def has_room_for(self, events: Sequence[Event]) -> bool:
         """Whether blocks that come and go in this order fit into what is idle of the pool.
 
-        If so the pool has grown by what it lacked, and they will fit again.
+        It may grow by what it lacks. They will fit again, as they have come to lie in a pool that
+        has not grown.
         """
-        give_back, held = self.lend(), dict[int, torch.Tensor]()
-        try:
-            for block, nbytes in events:
-                held.pop(block, None)
-                if nbytes:
-                    held[block] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            held.clear()
-            give_back()
-        return True
+        for _ in range(_GROWS):
+            before, give_back = self.reserved_bytes, self.lend()
+            try:
+                come_and_go(events, self._device)
+            except torch.OutOfMemoryError:
+                return False
+            finally:
+                give_back()
+            if self.reserved_bytes == before:
+                return True
+        return False
 
     def wait(self) -> None:
         """Block until all that was launched has run."""
