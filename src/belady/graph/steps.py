@@ -140,7 +140,7 @@ class Steps:
 
     def begins(self, optimizer: torch.optim.Optimizer, *args: Any, **named: Any) -> None:
         """A step begins, with these arguments."""
-        if optimizer in self._ours:
+        if self._follows(optimizer):
             self._monitor.step_begins()
             # What a step calls back may run the models.
             alone = not any(it is not None for it in (*args, *named.values()))
@@ -150,10 +150,14 @@ class Steps:
 
     def ended(self, optimizer: torch.optim.Optimizer, *_: Any, **_named: Any) -> None:
         """It ended."""
-        if optimizer in self._ours:
+        if self._follows(optimizer):
             self._loans.step_ended()
             self._monitor.step_ended()
             self._stepped.add(optimizer)
+
+    def _follows(self, optimizer: torch.optim.Optimizer) -> bool:
+        # One that is captured takes from a pool of its own, and nothing may wait for the device.
+        return optimizer in self._ours and not capturing()
 
     def close(self) -> None:
         """Follow them no more."""
@@ -165,4 +169,4 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
     Products of matrices keep a workspace of cuBLAS's on each stream.
     """
-    return type(optimizer) in _KNOWN and not capturing()
+    return type(optimizer) in _KNOWN

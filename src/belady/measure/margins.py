@@ -70,8 +70,8 @@ def suited(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, H
     InfeasibleBudgetError
         If there is no plan with the margin of ``hardware``.
     """
-    plan, suits = roomy(trace, hardware, make)
-    if suits is not hardware or not fits(trace, plan, hardware):
+    plan, suits, fitting = _with_room(trace, hardware, make)
+    if suits is not hardware or not fitting:
         return plan, suits
     least = unhindered_seconds(trace)
     loses = not plan.moves_nothing and plan.predicted_seconds > _LOSES * least
@@ -89,10 +89,19 @@ def stated(_: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, Hardw
 
 def roomy(trace: Trace, hardware: HardwareProfile, make: Make) -> tuple[Plan, HardwareProfile]:
     """As `suited`, of the margin of ``hardware`` or of a wider one alone."""
+    plan, suits, _ = _with_room(trace, hardware, make)
+    return plan, suits
+
+
+def _with_room(
+    trace: Trace, hardware: HardwareProfile, make: Make
+) -> tuple[Plan, HardwareProfile, bool]:
+    """As `roomy`, and whether its blocks fit."""
     plan = make(hardware)
     if fits(trace, plan, hardware):
-        return plan, hardware
-    return _roomier(trace, plan, hardware, make) or (plan, hardware)
+        return plan, hardware, True
+    wider_one = _roomier(trace, plan, hardware, make)
+    return (plan, hardware, False) if wider_one is None else (*wider_one, True)
 
 
 def towards(
