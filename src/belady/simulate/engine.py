@@ -151,9 +151,12 @@ class Issuer:
     def _work(self, index: int, host_s: float, seconds: float, value: int = -1) -> None:
         # A CPU has one thread for both: the host goes on when the op is done.
         serial = self.trace.device == "cpu"
-        after = (self.compute,) if serial and self.compute else ()
-        self.host = self._add(Task(Lane.HOST, host_s, after, op=index, value=value))
-        self.compute = self._add(Task(Lane.COMPUTE, seconds, (self.host,), op=index, value=value))
+        if host_s or serial:
+            after = (self.compute,) if serial and self.compute else ()
+            self.host = self._add(Task(Lane.HOST, host_s, after, op=index, value=value))
+        # What takes the host no time, as what is launched, comes after what it issued last.
+        host = (self.host,) if self.host else ()
+        self.compute = self._add(Task(Lane.COMPUTE, seconds, host, op=index, value=value))
 
     def _act(self, kind: _Action, value: int, boundary: int) -> None:
         if self.hook_s and kind in _SAVES:

@@ -32,7 +32,9 @@ def test_any_run_is_well_formed_and_no_event_overlaps(run: Run) -> None:
     threads_are_stacks(events)
     tracks = ours(events)
     assert len(tracks["compute"]) == len(run.trace.ops)
-    assert len(tracks["host"]) == len(run.trace.ops)
+    # What takes the host no time is not there.
+    issued = sum(op.host_seconds > 0 or run.trace.device == "cpu" for op in run.trace.ops)
+    assert len(tracks.get("host", ())) == issued
     copies = sum(
         len(tracks.get(lane.value, ())) for lane in Lane if lane not in ("host", "compute")
     )
