@@ -315,20 +315,33 @@ def test_memory_that_only_a_step_uses_is_told_of(
     assert [it.partition(" the optimizer's")[0] for it in run.notes if "fused=True" in it] == said
 
 
-def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def asked_to_leave(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that plans for launches are to leave, as each is asked for."""
     asked: list[int] = []
-    planned, begin = Verification.launched, Rerun.__init__
+    planned = Verification.launched
 
     def note(self: Verification, *given: Any) -> Any:
         asked.append(given[2])
         return planned(self, *given)
 
+    monkeypatch.setattr(Verification, "launched", note)
+    return asked
+
+
+def first_one_lacks(asked: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what is captured under the first plan that is asked for lack room."""
+    begin = Rerun.__init__
+
     def lacking(self: Rerun, *given: Any) -> None:
         begin(self, *given)
         self.reserved = (1 << 30) - 5 if len(asked) == 1 else 0
 
-    monkeypatch.setattr(Verification, "launched", note)
     monkeypatch.setattr(Rerun, "__init__", lacking)
+
+
+def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_to_leave(monkeypatch)
+    first_one_lacks(asked, monkeypatch)
     *tried, last = train(CNN, plain, "vdnn_all", monkeypatch)
     assert [it.launched for it in tried] == [0] * WAYS
     assert last.launched >= 10

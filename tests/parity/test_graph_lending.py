@@ -18,12 +18,18 @@ from belady.graph.launching import Launching
 from belady.graph.prospect import Prospect
 from belady.graph.steps import Loans, is_known, may_lend
 from belady.measure.monitor import Monitor
-from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
 from belady.memory.launches import Launches
 from belady.memory.ledger import Ledger
 from belady.simulate.stretch import Event
-from tests.parity.test_graph_launched import CNN, FIRST, ITERATIONS, train
+from tests.parity.test_graph_launched import (
+    CNN,
+    FIRST,
+    ITERATIONS,
+    asked_to_leave,
+    first_one_lacks,
+    train,
+)
 from tests.support.launches import Rerun
 from tests.support.training import Step, Training, accumulating, differences, plain, repeatable
 
@@ -146,18 +152,11 @@ def test_what_a_step_keeps_ends_launches(noted: None, monkeypatch: pytest.Monkey
 def test_a_step_that_cannot_be_lent_to_keeps_its_memory(
     lacking: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    asked: list[int] = []
-    planned = Verification.launched
-
-    def note(self: Verification, *given: Any) -> Any:
-        asked.append(given[2])
-        return planned(self, *given)
-
+    asked = asked_to_leave(monkeypatch)
     if lacking:
         # Otherwise nobody knows what it takes.
         request.getfixturevalue("noted")
     monkeypatch.setattr(Rerun, "lacking", lacking)
-    monkeypatch.setattr(Verification, "launched", note)
     made = train(CNN, plain, "vdnn_all", monkeypatch)
     assert [bool(it.launched) for it in made] == [False, True]
     assert [it.lent for it in made] == [0, 0]
@@ -168,19 +167,8 @@ def test_a_step_that_cannot_be_lent_to_keeps_its_memory(
 def test_a_plan_that_left_what_a_capture_lacked_leaves_a_step_its_memory_too(
     noted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    planned, begin = Verification.launched, Rerun.__init__
-
-    def note(self: Verification, *given: Any) -> Any:
-        asked.append(given[2])
-        return planned(self, *given)
-
-    def lacking(self: Rerun, *given: Any) -> None:
-        begin(self, *given)
-        self.reserved = (1 << 30) - 5 if len(asked) == 1 else 0
-
-    monkeypatch.setattr(Verification, "launched", note)
-    monkeypatch.setattr(Rerun, "__init__", lacking)
+    asked = asked_to_leave(monkeypatch)
+    first_one_lacks(asked, monkeypatch)
     monkeypatch.setattr(Rerun, "lacking", True)
     *_, last = train(CNN, plain, "vdnn_all", monkeypatch)
     assert len(asked) == 3
@@ -188,19 +176,24 @@ def test_a_plan_that_left_what_a_capture_lacked_leaves_a_step_its_memory_too(
     assert not last.lent
 
 
+def interrupt(optimizer: torch.optim.Optimizer) -> None:
+    """Have a step end with an error before it has done anything."""
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    handle.remove()
+
+
 def failing_once(training: Training, index: int) -> list[Tensor]:
-    """As `plain`, but that the step of one iteration is interrupted, and done afterwards."""
+    """As `plain`, but that one step is interrupted, and done afterwards."""
     loss = training.loss(index)
     loss.backward()
     if index == FIRST + 3:
-
-        def fail(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        handle = training.optimizer.register_step_pre_hook(fail)
-        with pytest.raises(KeyboardInterrupt):
-            training.optimizer.step()
-        handle.remove()
+        interrupt(training.optimizer)
     training.optimizer.step()
     training.optimizer.zero_grad()
     return [loss]
@@ -208,21 +201,13 @@ def failing_once(training: Training, index: int) -> list[Tensor]:
 
 def interrupted(training: Training, index: int) -> list[Tensor]:
     """As `plain`, but that one step does not come to its end."""
-    losses = plain(training, index) if index != FIRST + 3 else []
-    if index == FIRST + 3:
-        loss = training.loss(index)
-        loss.backward()
-
-        def fail(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        handle = training.optimizer.register_step_pre_hook(fail)
-        with pytest.raises(KeyboardInterrupt):
-            training.optimizer.step()
-        handle.remove()
-        training.optimizer.zero_grad()
-        losses = [loss]
-    return losses
+    if index != FIRST + 3:
+        return plain(training, index)
+    loss = training.loss(index)
+    loss.backward()
+    interrupt(training.optimizer)
+    training.optimizer.zero_grad()
+    return [loss]
 
 
 @pytest.mark.parametrize("step", [failing_once, interrupted])
