@@ -21,11 +21,12 @@ from belady.graph.host import Host
 from belady.graph.joins import join_as_they_come
 from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
-from belady.graph.masks import drop_known
+from belady.graph.masks import any_maker, drop_known
 from belady.graph.naming import Named
 from belady.graph.pools import count_in_windows
 from belady.graph.program import Program, program_of
 from belady.graph.state import State
+from belady.graph.untraced import attends_without
 from belady.ir.collector import seldom_collected
 from belady.measure.starving import telling
 from belady.memory.geometry import below_autograd
@@ -216,12 +217,12 @@ def backend_of(
     Whoever calls holds ``host``: torch holds every backend for good.
     """
     known = weakref.ref(host)
+    leaves = attends_without() if host.plain_bits else any_maker
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         alive = known()
         assert alive is not None
-        if not alive.plain_bits:
-            drop_known(module)
+        drop_known(module, leaves)
         counters = Counters(module, inputs)
         try:
             opaque = doors.calls_own_functions(module)

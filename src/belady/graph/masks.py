@@ -3,7 +3,7 @@
 A program that finds itself compiled can make a mask where it asks for ``is_causal`` otherwise
 (Hugging Face's models do, since they cannot look whether a mask of the user's masks anything while
 they are traced), and no kernel of attention that takes a mask is as fast as the one that needs
-none.
+none. Other kernels may round otherwise: `belady.graph.untraced` says where plain PyTorch runs them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+# Nodes that make a mask, in order; it is the last of them.
+Steps = Sequence[fx.Node]
 # Larger ones are not looked at.
 _MOST_ELEMENTS = 1 << 28
 # Not that of `torch.nn.functional`, which something may stand in the place of.
@@ -27,15 +29,20 @@ _MAKE |= {"tril", "triu", "bool", "int", "long", "float", "to"}
 _COMPARE = {"le", "lt", "ge", "gt", "eq", "ne"}
 _DECIDE = {"and_", "or_", "xor", "invert", "bitwise_and", "bitwise_or", "bitwise_not"}
 _DECIDE |= {"and", "or", "logical_and", "logical_or", "logical_not"}
-_RECKON = {"add", "sub", "mul", "neg", "abs", "diff", "cumsum", "floordiv", "mod"}
-_SHAPE = {"getitem", "unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as"}
-_SHAPE |= {"broadcast_to", "transpose", "permute", "contiguous"}
+RECKON = {"add", "sub", "mul", "neg", "abs", "diff", "cumsum", "floordiv", "mod"}
+SHAPE = {"getitem", "unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as"}
+SHAPE |= {"broadcast_to", "transpose", "permute", "contiguous"}
 # And what else reads positions of tokens, and gives no view of them.
 _READ = {"embedding", "matmul"}
-_PURE = frozenset(_MAKE | _COMPARE | _DECIDE | _RECKON | _SHAPE)
+_PURE = frozenset(_MAKE | _COMPARE | _DECIDE | RECKON | SHAPE)
 
 
-def drop_known(module: fx.GraphModule) -> int:
+def any_maker(steps: Steps) -> bool:
+    """Whoever makes it."""
+    return True
+
+
+def drop_known(module: fx.GraphModule, leaves: Callable[[Steps], bool] = any_maker) -> int:
     """Take masks that mask nothing, or the future, off attention; gives how many there were.
 
     Results can differ by rounding, since other kernels run.
@@ -44,6 +51,8 @@ def drop_known(module: fx.GraphModule) -> int:
     ----------
     module
         What Dynamo captured. It is changed.
+    leaves
+        Whether a mask may go that is made so.
     """
     causal: dict[fx.Node, bool | None] = {}
     dropped = list[fx.Node]()
@@ -52,7 +61,7 @@ def drop_known(module: fx.GraphModule) -> int:
         if mask is None:
             continue
         if mask not in causal:
-            causal[mask] = _is_causal(mask)
+            causal[mask] = _is_causal(mask, leaves)
         if (known := causal[mask]) is not None:
             _without_mask(node, causal=known)
             dropped.append(mask)
@@ -95,10 +104,10 @@ def _without_mask(attention: fx.Node, *, causal: bool) -> None:
     attention.args, attention.kwargs = tuple(args), kwargs
 
 
-def _is_causal(mask: fx.Node) -> bool | None:
+def _is_causal(mask: fx.Node, leaves: Callable[[Steps], bool]) -> bool | None:
     """Whether a mask leaves the past alone; False if it leaves all, None for any other."""
     steps = _made_by(mask)
-    if steps is None:
+    if steps is None or not leaves(steps):
         return None
     with unset_fake_temporarily(), torch.no_grad():
         value = _value(steps)
@@ -132,15 +141,16 @@ def _closure(
 
 def _is_pure(node: fx.Node) -> bool:
     called = node.op in ("call_function", "call_method")
-    return called and _name(node) in _PURE and "out" not in node.kwargs
+    return called and name_of(node) in _PURE and "out" not in node.kwargs
 
 
 def _reads(node: fx.Node) -> bool:
     """Whether it does nothing else, and nothing that it gives can be written through."""
-    return node.target is _ATTENTION or (node.op == "call_function" and _name(node) in _READ)
+    return node.target is _ATTENTION or (node.op == "call_function" and name_of(node) in _READ)
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
+    """What it calls, without underscores of operators."""
     target = node.target
     name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
     # Torch 2.11 writes some operators as methods.
@@ -148,7 +158,7 @@ def _name(node: fx.Node) -> str:
     return name[2:-2] if special else name
 
 
-def _value(steps: Sequence[fx.Node]) -> torch.Tensor:
+def _value(steps: Steps) -> torch.Tensor:
     """What the last of the steps gives."""
     known: dict[fx.Node, Any] = {}
     for node in steps:
