@@ -32,6 +32,7 @@ from belady.ir.plan import Budget, Offload, Plan
 from belady.ir.trace import Phase, Tier, Trace
 from belady.measure import verification
 from belady.measure.monitor import Monitor, Sample
+from belady.measure.trial import Trial
 from belady.measure.unissued import Ask
 from belady.measure.verification import Verification
 from belady.memory.launches import Launches
@@ -347,6 +348,39 @@ def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.Monkey
     assert last.launched >= 10
     # What it lacked is left in addition: all that is needed between launches but 5 bytes.
     assert 0 < asked[1] - asked[0] < asked[0]
+
+
+@pytest.mark.parametrize("calm", [False, True])
+def test_launches_are_weighed_when_an_iteration_without_flushes_has_been_seen(
+    calm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What flushes have held up says little of kernels and links, if another plan is to follow."""
+    verified, chosen = Verification.verified, Verification.chosen
+    flushes, asked = list[int](), list[int]()
+    launched = Verification.launched
+
+    def flushing(self: Verification, *given: Any) -> Trial:
+        trial = verified(self, *given)
+        assert trial.measured is not None
+        flushes.append(0 if calm and flushes else 3)
+        return replace(trial, measured=replace(trial.measured, allocation_retries=flushes[-1]))
+
+    def other(
+        self: Verification, trace: Trace, tried: Sequence[Trial], *given: Any
+    ) -> tuple[Trace, Trial]:
+        # Another plan until the last that may be measured.
+        trace, found = chosen(self, trace, tried, *given)
+        return trace, replace(tried[0], measured=None) if len(tried) < 3 else found
+
+    def note(self: Verification, *given: Any) -> Any:
+        asked.append(len(flushes))
+        return launched(self, *given)
+
+    monkeypatch.setattr(Verification, "verified", flushing)
+    monkeypatch.setattr(Verification, "chosen", other)
+    monkeypatch.setattr(Verification, "launched", note)
+    train(CNN, plain, "vdnn_all", monkeypatch)
+    assert asked == [2 if calm else 3]
 
 
 def test_another_kind_of_iteration_has_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ class Planning:
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
         follows, measured = chosen or kind.trial, kind.measured
-        tried = kind.prospect.way is Way.TRIED
+        tried = kind.prospect.way is Way.TRIED and not _shows_more(chosen, measured)
         if tried and follows is not None and measured is not None:
             self.launching.weigh(kind)
             if self._launches(kind, drawn, follows, measured):
@@ -277,6 +277,12 @@ class Planning:
         kind.begin(trial, drawn.trace, self._carrier)
         if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)
+
+
+def _shows_more(chosen: Trial | None, measured: Measured | None) -> bool:
+    """Whether a plan that is to be measured shows kernels and links that flushes have held up."""
+    flushed = measured is not None and measured.allocation_retries > 0
+    return flushed and chosen is not None and chosen.measured is None
 
 
 def _given_bytes(graph: Captured) -> int:

@@ -53,16 +53,23 @@ def _last_uses(trace: Trace) -> dict[int, int]:
     return found
 
 
-def launching(hardware: HardwareProfile, beside_bytes: int) -> HardwareProfile:
+def launching(
+    hardware: HardwareProfile, probed: HardwareProfile, beside_bytes: int
+) -> HardwareProfile:
     """The machine on which copies and replays are issued for nothing, and forward waits for them.
 
     Parameters
     ----------
+    probed
+        As it was before any correction. What the allocator has lost between blocks of iterations
+        that were issued is not lost where each has its place: no more than its margin is left.
     beside_bytes
         What others need that may not lie where launches write: it is left of every budget.
     """
     allocator = hardware.allocator
-    allocator = replace(allocator, margin_bytes=allocator.margin_bytes + beside_bytes)
+    fraction = min(allocator.margin_fraction, probed.allocator.margin_fraction)
+    nbytes = allocator.margin_bytes + beside_bytes
+    allocator = replace(allocator, margin_fraction=fraction, margin_bytes=nbytes)
     links = tuple(replace(link, issue_s=0.0) for link in hardware.links)
     return replace(hardware, allocator=allocator, links=links, hook_s=0.0, joins=True)
 

@@ -240,7 +240,8 @@ class Verification:
         InfeasibleBudgetError
             If no plan leaves ``beside_bytes`` of the budget.
         """
-        trace, hardware = unissued(trace), launching(trial.hardware, beside_bytes)
+        hardware = launching(trial.hardware, self._hardware, beside_bytes)
+        trace = unissued(trace)
         make = self._planner(trial.policy, trace, numerics)
         ways = (suited, roomy) if trial.policy in FILLING else (stated, stated)
         asks = [partial(way, trace, make=make) for way in ways]

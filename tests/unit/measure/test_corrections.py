@@ -242,6 +242,10 @@ def test_links_beside_kernels_are_as_slow_as_an_iteration_waits_for_them() -> No
     found = with_links_of(TRACE_FAST, plan, gpu(), [timed(99.0), seen])
     assert found is not None
     assert simulate(TRACE_FAST, found, plan).seconds == pytest.approx(truth.seconds, rel=0.01)
+    # What flushes have held up does not count beside others, nor alone.
+    flushed = replace(seen, ended=0.9 * truth.seconds, stall_seconds=9.0, retries=1)
+    assert with_links_of(TRACE_FAST, plan, gpu(), [flushed, seen]) == found
+    assert with_links_of(TRACE_FAST, plan, gpu(), [replace(seen, retries=1)]) is None
     # What is longer for another reason, or waits no longer than the noise, says nothing of links.
     for agreed in (
         replace(seen, stall_seconds=probed.stall_seconds),

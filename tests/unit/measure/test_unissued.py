@@ -13,7 +13,7 @@ from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.timeline import Lane, Span, Timeline
 from belady.ir.trace import Phase, Storage, StorageKind, Tier, Trace, Value
-from belady.measure.unissued import for_launches, in_time, unissued
+from belady.measure.unissued import for_launches, in_time, launching, unissued
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
 from belady.simulate.engine import last_of_forward
@@ -283,3 +283,14 @@ def test_what_forward_gives_goes_with_its_launch_and_what_a_loss_needs_is_not_of
     assert [op.workspace_bytes for op in found.ops] == [
         0 if at == ended else 7 for at in range(end)
     ]
+
+
+@pytest.mark.parametrize(("corrected", "left"), [(0.4, 0.2), (0.2, 0.2), (0.05, 0.05)])
+def test_what_issued_iterations_lose_between_blocks_is_not_left_to_launches(
+    corrected: float, left: float
+) -> None:
+    probed = replace(machine(1e9), allocator=Allocator(1, 0.2, 7), joins=False)
+    hardware = replace(probed, allocator=Allocator(1, corrected, 7))
+    found = launching(hardware, probed, 5)
+    assert found.allocator == Allocator(1, left, 12)
+    assert found.joins
