@@ -226,6 +226,7 @@ class Launching:
         """Go on launching where that is faster and within the budget."""
         found = launched.measured(summarize(self._samples[1:], 0, ()))
         if kind.trial is None or kind.prospect.instead is None:
+            self.rest()
             kind.prospect.way = Way.ISSUED
             return
         *_, before = kind.prospect.instead

@@ -29,20 +29,24 @@ _MAKE |= {"tril", "triu", "bool", "int", "long", "float", "to"}
 _COMPARE = {"le", "lt", "ge", "gt", "eq", "ne"}
 _DECIDE = {"and_", "or_", "xor", "invert", "bitwise_and", "bitwise_or", "bitwise_not"}
 _DECIDE |= {"and", "or", "logical_and", "logical_or", "logical_not"}
-RECKON = {"add", "sub", "mul", "neg", "abs", "diff", "cumsum", "floordiv", "mod"}
+_RECKON = {"add", "sub", "mul", "neg", "abs", "diff", "cumsum", "floordiv", "mod"}
 SHAPE = {"getitem", "unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as"}
 SHAPE |= {"broadcast_to", "transpose", "permute", "contiguous"}
 # And what else reads positions of tokens, and gives no view of them.
 _READ = {"embedding", "matmul"}
-_PURE = frozenset(_MAKE | _COMPARE | _DECIDE | RECKON | SHAPE)
+_PURE = frozenset(_MAKE | _COMPARE | _DECIDE | _RECKON | SHAPE)
 
 
-def any_maker(steps: Steps) -> bool:
+# Whether an attention may be without a mask that these nodes make.
+Leaves = Callable[[fx.Node, Steps], bool]
+
+
+def any_maker(attention: fx.Node, steps: Steps) -> bool:
     """Whoever makes it."""
     return True
 
 
-def drop_known(module: fx.GraphModule, leaves: Callable[[Steps], bool] = any_maker) -> int:
+def drop_known(module: fx.GraphModule, leaves: Leaves = any_maker) -> int:
     """Take masks that mask nothing, or the future, off attention; gives how many there were.
 
     Results can differ by rounding, since other kernels run.
@@ -52,16 +56,17 @@ def drop_known(module: fx.GraphModule, leaves: Callable[[Steps], bool] = any_mak
     module
         What Dynamo captured. It is changed.
     leaves
-        Whether a mask may go that is made so.
+        Which may go.
     """
     causal: dict[fx.Node, bool | None] = {}
     dropped = list[fx.Node]()
     for node in module.graph.nodes:
         mask = _mask_of(node) if node.target is _ATTENTION else None
-        if mask is None:
+        steps = [] if mask is None else _made_by(mask)
+        if mask is None or not steps or not leaves(node, steps):
             continue
         if mask not in causal:
-            causal[mask] = _is_causal(mask, leaves)
+            causal[mask] = _is_causal(steps)
         if (known := causal[mask]) is not None:
             _without_mask(node, causal=known)
             dropped.append(mask)
@@ -104,11 +109,8 @@ def _without_mask(attention: fx.Node, *, causal: bool) -> None:
     attention.args, attention.kwargs = tuple(args), kwargs
 
 
-def _is_causal(mask: fx.Node, leaves: Callable[[Steps], bool]) -> bool | None:
+def _is_causal(steps: Steps) -> bool | None:
     """Whether a mask leaves the past alone; False if it leaves all, None for any other."""
-    steps = _made_by(mask)
-    if steps is None or not leaves(steps):
-        return None
     with unset_fake_temporarily(), torch.no_grad():
         value = _value(steps)
         queries, keys = value.shape[-2:]
@@ -118,12 +120,12 @@ def _is_causal(mask: fx.Node, leaves: Callable[[Steps], bool]) -> bool | None:
         return True if queries == keys and bool((value == past).all()) else None
 
 
-def _made_by(mask: fx.Node) -> list[fx.Node] | None:
-    """All that makes it, in order; None if that is not in the graph, or may come out otherwise."""
+def _made_by(mask: fx.Node) -> Steps:
+    """All that makes it, in order; empty if that is not in the graph, or may come out otherwise."""
     makers = _closure([mask], lambda node: node.all_input_nodes)
     # A view of what makes it may be written to by what else uses it.
     users = _closure(makers, lambda node: [it for it in node.users if not _reads(it)])
-    return [it for it in mask.graph.nodes if it in makers] if all(map(_is_pure, users)) else None
+    return [it for it in mask.graph.nodes if it in makers] if all(map(_is_pure, users)) else []
 
 
 def _closure(

@@ -207,6 +207,9 @@ class Planning:
                 return
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
+            if chosen.measured is not None:
+                # Nobody weighs any more whether it is launched.
+                kind.prospect.way = Way.ISSUED
 
     def begin(self, kind: Kind) -> None:
         """An iteration of a kind begins: go by what the last one has shown."""

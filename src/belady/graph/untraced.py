@@ -2,51 +2,85 @@
 
 Hugging Face's models attend by ``is_causal`` in plain PyTorch, unless the user gives a mask. While
 they are traced they make one: to look whether it masks anything would break the graph. The rules
-are those of ``_ignore_causal_mask_sdpa`` and ``create_causal_mask`` in
-``transformers.masking_utils``.
+are those of ``create_causal_mask`` in ``transformers.masking_utils``.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from linecache import getlines
+from pathlib import PurePath
 
 import torch
+from torch import fx
 
-from belady.graph.masks import RECKON, SHAPE, Steps, name_of
+from belady.graph.masks import SHAPE, Steps, name_of
 
 _MODULE = "transformers.masking_utils"
-# As it stands in the calls that lead to an op.
-_FILE = re.compile(r"transformers[\\/]masking_utils\.py\"")
+_FILE, _WRAPPERS = ("transformers", "masking_utils.py"), ("transformers", "utils")
+_CREATES, _MAKES = "create_causal_mask", "sdpa_mask"
+# Calls as a stack trace has them, the innermost last.
+_CALL = re.compile(r"File \"(.+?)\", line \d+, in (\w+)")
+# What a file that asks for a mask may say so that plain PyTorch is given it, too.
+_FORBIDS = re.compile("allow_is_causal_skip|(or|and)_mask_function|block_sequence_ids")
 # Numbers sequences that are packed in one.
 _PACKED = "cumsum"
+# Keys for each head of queries where heads share them: plain PyTorch's kernels need none.
+_REPEATED = "repeat_kv"
 
 
-def attends_without() -> Callable[[Steps], bool]:
+def attends_without() -> Callable[[fx.Node, Steps], bool]:
     """Says whether plain PyTorch attends without a mask that is made so, of constants alone.
 
-    It does where no window is near that is as long as the sequence, and where positions are seen to
-    be those of one sequence. To be called where nothing is traced.
+    It does where a model asks for the past alone, and where positions are seen to be those of one
+    sequence. To be called where nothing is traced.
     """
     return partial(_attends_without, _looks_at_positions())
 
 
-def _attends_without(looks_at_positions: bool, steps: Steps) -> bool:
+def _attends_without(looks_at_positions: bool, attention: fx.Node, steps: Steps) -> bool:
+    if any(map(_repeats, attention.all_input_nodes)):
+        # Beside a mask heads have keys of their own, which plain PyTorch's do not.
+        return False
+    if not looks_at_positions and any(name_of(it) == _PACKED for it in steps):
+        return False
     *_, decides = (it for it in steps if name_of(it) not in SHAPE)
-    if not _FILE.search(decides.stack_trace or ""):
-        return False
-    keys = steps[-1].meta["example_value"].shape[-1]
-    reckoned = [it for it in steps if name_of(it) in RECKON]
-    if any(_is_number(arg, keys) for it in reckoned for arg in it.args):
-        return False
-    return looks_at_positions or all(name_of(it) != _PACKED for it in reckoned)
+    return _asks_for_the_past(_calls(decides))
 
 
-def _is_number(arg: Any, keys: int) -> bool:
-    return isinstance(arg, int) and abs(arg) == keys
+def _asks_for_the_past(calls: Sequence[tuple[str, str]]) -> bool:
+    """Whether the calls that made a mask are those of a model that asks for nothing else."""
+    functions = [it for _, it in calls]
+    if _CREATES not in functions:
+        return False
+    at = functions.index(_CREATES)
+    asking, making = calls[:at], calls[at:]
+    if not asking or not all(_is_theirs(file) for file, _ in making):
+        return False
+    named = functions[at + 1 : at + 2] == [_MAKES] and not _is_theirs(asking[-1][0])
+    return named and not any(map(_FORBIDS.search, getlines(asking[-1][0])))
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether it has keys or values once for each head of queries."""
+    while node.all_input_nodes and name_of(node) in SHAPE:
+        if any(name == _REPEATED for _, name in _calls(node)[-1:]):
+            return True
+        node = node.all_input_nodes[0]
+    return False
+
+
+def _calls(node: fx.Node) -> list[tuple[str, str]]:
+    """Files and functions of the calls that lead to it, the innermost last; without wrappers."""
+    calls = _CALL.findall(node.stack_trace or "")
+    return [(file, name) for file, name in calls if PurePath(file).parts[-3:-1] != _WRAPPERS]
+
+
+def _is_theirs(file: str) -> bool:
+    return PurePath(file).parts[-2:] == _FILE
 
 
 def _looks_at_positions() -> bool:

@@ -82,15 +82,13 @@ class Verification:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        hardware: HardwareProfile,
-        kernels: Kernels = ITS_OWN,
+        self, policy: Policy, hardware: HardwareProfile, kernels: Kernels = ITS_OWN
     ) -> None:
         self.notes: list[str] = []
         self._policy = policy
         self._hardware = hardware
         self._kernels = kernels
+        self._starved = False
 
     def first(self, trace: Trace, *numerics: str) -> Trial:
         """The plan to begin with.
@@ -240,7 +238,9 @@ class Verification:
         InfeasibleBudgetError
             If no plan leaves ``beside_bytes`` of the budget.
         """
-        hardware = launching(trial.hardware, self._hardware, beside_bytes)
+        # It runs once as it is issued, and may run out of memory as one before has.
+        probed = trial.hardware if self._starved else self._hardware
+        hardware = launching(trial.hardware, probed, beside_bytes)
         trace = unissued(trace)
         make = self._planner(trial.policy, trace, numerics)
         ways = (suited, roomy) if trial.policy in FILLING else (stated, stated)
@@ -253,6 +253,7 @@ class Verification:
 
         None where nothing takes less.
         """
+        self._starved = True
         last, measured = tried[-1], [trial.measured for trial in tried]
 
         def make(name: str, hardware: HardwareProfile) -> Plan:

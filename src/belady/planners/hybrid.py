@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -12,7 +12,7 @@ from typing import Any
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
-from belady.ir.plan import Budget, Plan
+from belady.ir.plan import Assignment, Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import finish
 from belady.planners.lifetime import LIFETIME
@@ -21,7 +21,7 @@ from belady.planners.moves import Case
 from belady.planners.price import BEGUN, KEPT, price
 from belady.planners.segments import segmented
 from belady.planners.spread import Times, boundary_times
-from belady.planners.wish import Away, Wish
+from belady.planners.wish import Away, Wish, neighbour, with_limit
 from belady.simulate.blocks import excess
 from belady.simulate.engine import iteration_seconds, kernel_seconds, simulate
 
@@ -43,9 +43,12 @@ _FEW, _FEW_SEGMENTS = 40, 2
 # Share of the iteration below which stalls are not worth another try, and what all of it may lose
 # before single values are exchanged.
 _NOTHING, _NEAR = 0.002, 1.01
-# Exchanges: how much worse a mix may be at first, how many neighbours are turned at once, how often
-# a limit is changed instead, and what a mix that is known counts as among the tries.
-_HEAT, _WORSE, _TURNED, _LIMITS, _KNOWN = 0.01, 3.0, (1, 1, 1, 2, 4, 8, 16), 0.2, 0.02
+# Exchanges: how much worse a mix may be at first, and what one that is known counts as among tries.
+_HEAT, _WORSE, _KNOWN = 0.01, 3.0, 0.02
+
+
+# Mild and steep, see `_Search`.
+Prices = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 18
+    version: int = 19
     recomputes: bool = True
 
     def __call__(
@@ -116,6 +119,8 @@ class _Search:
         self._times = boundary_times(case.trace, simulate(case.trace, case.hardware, self.best))
         self._left: float = max(_FEWEST, min(_MOST, _OPS // max(1, len(case.trace.ops))))
         self._prices: dict[Wish, float] = {}
+        # Seconds, and prices once asked for, of what was judged: mixes are often alike.
+        self._judged: dict[Sequence[Assignment], tuple[float, Prices | None]] = {}
         # Whether a plan was best because of what its replays share, and whether that leads the way.
         self._gained = self._led = False
         self._segments = [*segmented(case.trace, mixer.ways.nbytes, mixer.ways.cost)]
@@ -169,7 +174,7 @@ class _Search:
     def _bettered(self, at: Wish) -> Wish:
         """The mix with the limits of the lowest price, found one after another."""
         for name, choices in self._limits.items():
-            at = self._cheapest(_with(at, name, it) for it in choices)
+            at = self._cheapest(with_limit(at, name, it) for it in choices)
         return at
 
     def _exchange(self, at: Wish) -> None:
@@ -184,7 +189,7 @@ class _Search:
         now, unstalled = self._prices[at], boundary_times(self._case.trace, None)
         while self._left > 0 and self._price > max(_NEAR * kernels, self._least):
             heat = _HEAT * self._left / tries
-            other = _neighbour(rng, at, order, self._limits)
+            other = neighbour(rng, at, order, self._limits)
             if other in self._prices:
                 self._left -= _KNOWN
             price = self._try(other, (self._times, unstalled), now * (1 + _WORSE * heat))
@@ -223,14 +228,13 @@ class _Search:
     def _judge(self, wish: Wish, plan: Plan, most: float) -> Times | None:
         """Keep a plan of a mix if none is better by now; gives its boundary times then."""
         case = self._case
-        mild = price = iteration_seconds(case.trace, case.hardware, plan)
-        if price < max(most, self._price):
-            mild, price = self._priced(plan, price)
+        mild, price = self._prices_of(plan, max(most, self._price))
         known, self._prices[wish] = self._prices[wish], min(self._prices[wish], mild)
         if price >= self._price:
             return None
         verdict = check(case.trace, case.hardware, plan, case.budget)
         if not verdict.ok:
+            self._judged[plan.assignments] = inf, (inf, inf)
             self._prices[wish] = known
             return None
         timeline = simulate(case.trace, case.hardware, plan)
@@ -240,26 +244,20 @@ class _Search:
         self._times = boundary_times(case.trace, timeline)
         return self._times if timeline.stall_seconds > _NOTHING * seconds else None
 
-    def _priced(self, plan: Plan, seconds: float) -> tuple[float, float]:
+    def _prices_of(self, plan: Plan, most: float) -> Prices:
+        """Mild and steep price; only its seconds where these are above ``most``."""
+        seconds, prices = self._judged.get(plan.assignments, (-1.0, None))
+        if seconds < 0:
+            seconds = iteration_seconds(self._case.trace, self._case.hardware, plan)
+        if prices is None and seconds < most:
+            prices = self._priced(plan, seconds)
+        self._judged[plan.assignments] = seconds, prices
+        return prices or (seconds, seconds)
+
+    def _priced(self, plan: Plan, seconds: float) -> Prices:
         """Mild and steep price: its seconds, or more where its blocks lack a part of the budget."""
         over = excess(self._case.trace, plan, self._case.hardware.allocator)
         return price(seconds, over, BEGUN), price(seconds, over, KEPT)
-
-
-def _neighbour(
-    rng: random.Random, at: Wish, order: Sequence[int], limits: Mapping[str, Sequence[Any]]
-) -> Wish:
-    """A mix like ``at`` but for a few values next to one another, or for one of its limits."""
-    kind = rng.random()
-    if kind < _LIMITS:
-        name = rng.choice(sorted(limits))
-        return _with(at, name, rng.choice(limits[name]))
-    first = rng.randrange(len(order))
-    return replace(at, values=at.values ^ frozenset(order[first : first + rng.choice(_TURNED)]))
-
-
-def _with(at: Wish, name: str, limit: Any) -> Wish:
-    return replace(at, **{name: limit})
 
 
 def _parts(trace: Trace, mixer: Mixer) -> list[frozenset[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -74,6 +74,7 @@ class Mixer:
         self._largest = max(self.ways.nbytes.values(), default=0)
         self._moving = 1 - np.array(still_ops(case.trace), dtype=np.int64)
         self._begun: dict[Wish, Fitting | None] = {}
+        self._shared: dict[tuple[Sequence[Assignment], float, float], Plan | None] = {}
         often = _REPAIR_OPS // max(1, len(case.trace.ops))
         self._repairs = max(_REPAIRS_LEAST, min(_REPAIRS_MOST, often))
 
@@ -140,7 +141,11 @@ class Mixer:
         encoded = {value: it for value, it in rest.encoded.items() if value not in again}
         away = Away(spread.moves, timed(self._case.trace, left), encoded)
         plan = assemble(self._case, self.draft(away))
-        sharing = self._sharing(plan, wish, away)
+        # Mixes are often alike.
+        alike = plan.assignments, wish.reach, wish.spare
+        if alike not in self._shared:
+            self._shared[alike] = self._sharing(plan, wish, away)
+        sharing = self._shared[alike]
         return [plan] if sharing is None else [plan, sharing]
 
     def _sharing(self, plan: Plan, wish: Wish, away: Away) -> Plan | None:

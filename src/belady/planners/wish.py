@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from belady.ir.plan import Encode, Offload, Recompute
+
+# Exchanges: how many neighbours are turned at once, and how often a limit is changed instead.
+_TURNED, _LIMITS = (1, 1, 1, 2, 4, 8, 16), 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +60,19 @@ class Wish:
     encodes: bool = True
     encoded: frozenset[int] = frozenset()
     plain: frozenset[int] = frozenset()
+
+
+def neighbour(
+    rng: random.Random, at: Wish, order: Sequence[int], limits: Mapping[str, Sequence[Any]]
+) -> Wish:
+    """A mix like ``at`` but for a few values next to one another, or for one of its limits."""
+    if rng.random() < _LIMITS:
+        name = rng.choice(sorted(limits))
+        return with_limit(at, name, rng.choice(limits[name]))
+    first = rng.randrange(len(order))
+    return replace(at, values=at.values ^ frozenset(order[first : first + rng.choice(_TURNED)]))
+
+
+def with_limit(at: Wish, name: str, limit: Any) -> Wish:
+    """A mix like ``at`` but for this limit."""
+    return replace(at, **{name: limit})

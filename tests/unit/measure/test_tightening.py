@@ -56,6 +56,16 @@ def test_margins_grow_and_then_all_moves() -> None:
     assert all("ran out of memory" in note for note in verification.notes)
 
 
+def test_launches_leave_what_an_iteration_lacked_that_was_issued() -> None:
+    """Their plan runs once as it is issued; what flushes alone have asked for is not left."""
+    verification, trial = asked(3 * LEAST)
+    allocator = replace(trial.hardware.allocator, margin_fraction=0.5)
+    wide = replace(trial, hardware=replace(trial.hardware, allocator=allocator))
+    assert margin(verification.launched(TRACE, wide, 0)[1]) <= 0.1
+    assert verification.tighter(TRACE, [lost(trial)]) is not None
+    assert margin(verification.launched(TRACE, wide, 0)[1]) == 0.5
+
+
 def test_where_a_margin_changes_nothing_all_moves_at_once() -> None:
     verification, trial = asked(1 << 40, "auto")
     assert trial.plan.moves_nothing
