@@ -3,7 +3,8 @@
 A program that finds itself compiled can make a mask where it asks for ``is_causal`` otherwise
 (Hugging Face's models do, since they cannot look whether a mask of the user's masks anything while
 they are traced), and no kernel of attention that takes a mask is as fast as the one that needs
-none. Other kernels may round otherwise: `belady.graph.untraced` says where plain PyTorch runs them.
+none. What was done to keys and values for a mask is undone with it (`belady.graph.grouped`). Other
+kernels may round otherwise: `belady.graph.untraced` says where plain PyTorch runs them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from belady.graph.grouped import repeated, share, shares_without_mask
 
 # Nodes that make a mask, in order; it is the last of them.
 Steps = Sequence[fx.Node]
@@ -70,6 +73,10 @@ def drop_known(module: fx.GraphModule, leaves: Leaves = any_maker) -> int:
         if (known := causal[mask]) is not None:
             _without_mask(node, causal=known)
             dropped.append(mask)
+            repeats = repeated(node)
+            if repeats and shares_without_mask(repeats):
+                share(node, repeats)
+                dropped += repeats
     if dropped:
         _erase(_closure(dropped, lambda node: node.all_input_nodes), module.graph)
         module.recompile()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from linecache import getlines
 from pathlib import PurePath
@@ -17,22 +17,19 @@ from pathlib import PurePath
 import torch
 from torch import fx
 
-from belady.graph.masks import SHAPE, Steps, name_of
+from belady.graph.grouped import calls_to, repeated, shares_without_mask
+from belady.graph.masks import SHAPE, Leaves, Steps, name_of
 
 _MODULE = "transformers.masking_utils"
 _FILE, _WRAPPERS = ("transformers", "masking_utils.py"), ("transformers", "utils")
 _CREATES, _MAKES = "create_causal_mask", "sdpa_mask"
-# Calls as a stack trace has them, the innermost last.
-_CALL = re.compile(r"File \"(.+?)\", line \d+, in (\w+)")
 # What a file that asks for a mask may say so that plain PyTorch is given it, too.
 _FORBIDS = re.compile("allow_is_causal_skip|(or|and)_mask_function|block_sequence_ids")
 # Numbers sequences that are packed in one.
 _PACKED = "cumsum"
-# Keys for each head of queries where heads share them: plain PyTorch's kernels need none.
-_REPEATED = "repeat_kv"
 
 
-def attends_without() -> Callable[[fx.Node, Steps], bool]:
+def attends_without() -> Leaves:
     """Says whether plain PyTorch attends without a mask that is made so, of constants alone.
 
     It does where a model asks for the past alone, and where positions are seen to be those of one
@@ -42,8 +39,8 @@ def attends_without() -> Callable[[fx.Node, Steps], bool]:
 
 
 def _attends_without(looks_at_positions: bool, attention: fx.Node, steps: Steps) -> bool:
-    if any(map(_repeats, attention.all_input_nodes)):
-        # Beside a mask heads have keys of their own, which plain PyTorch's do not.
+    repeats = repeated(attention)
+    if repeats and shares_without_mask(repeats) is None:
         return False
     if not looks_at_positions and any(name_of(it) == _PACKED for it in steps):
         return False
@@ -64,18 +61,9 @@ def _asks_for_the_past(calls: Sequence[tuple[str, str]]) -> bool:
     return named and not any(map(_FORBIDS.search, getlines(asking[-1][0])))
 
 
-def _repeats(node: fx.Node) -> bool:
-    """Whether it has keys or values once for each head of queries."""
-    while node.all_input_nodes and name_of(node) in SHAPE:
-        if any(name == _REPEATED for _, name in _calls(node)[-1:]):
-            return True
-        node = node.all_input_nodes[0]
-    return False
-
-
 def _calls(node: fx.Node) -> list[tuple[str, str]]:
     """Files and functions of the calls that lead to it, the innermost last; without wrappers."""
-    calls = _CALL.findall(node.stack_trace or "")
+    calls = calls_to(node)
     return [(file, name) for file, name in calls if PurePath(file).parts[-3:-1] != _WRAPPERS]
 
 
