@@ -62,7 +62,7 @@ def drop_known(module: fx.GraphModule, leaves: Leaves = any_maker) -> int:
         Which may go.
     """
     causal: dict[fx.Node, bool | None] = {}
-    dropped = list[fx.Node]()
+    unused, dropped = list[fx.Node](), 0
     for node in module.graph.nodes:
         mask = _mask_of(node) if node.target is _ATTENTION else None
         steps = [] if mask is None else _made_by(mask)
@@ -72,15 +72,16 @@ def drop_known(module: fx.GraphModule, leaves: Leaves = any_maker) -> int:
             causal[mask] = _is_causal(steps)
         if (known := causal[mask]) is not None:
             _without_mask(node, causal=known)
-            dropped.append(mask)
+            unused.append(mask)
+            dropped += 1
             repeats = repeated(node)
             if repeats and shares_without_mask(repeats):
                 share(node, repeats)
-                dropped += repeats
-    if dropped:
-        _erase(_closure(dropped, lambda node: node.all_input_nodes), module.graph)
+                unused += repeats
+    if unused:
+        _erase(_closure(unused, lambda node: node.all_input_nodes), module.graph)
         module.recompile()
-    return len(dropped)
+    return dropped
 
 
 def _erase(nodes: Container[fx.Node], graph: fx.Graph) -> None:

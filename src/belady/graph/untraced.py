@@ -2,7 +2,7 @@
 
 Hugging Face's models attend by ``is_causal`` in plain PyTorch, unless the user gives a mask. While
 they are traced they make one: to look whether it masks anything would break the graph. The rules
-are those of ``create_causal_mask`` in ``transformers.masking_utils``.
+are those of ``create_causal_mask`` and its like in ``transformers.masking_utils``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from belady.graph.masks import SHAPE, Leaves, Steps, name_of
 
 _MODULE = "transformers.masking_utils"
 _FILE, _WRAPPERS = ("transformers", "masking_utils.py"), ("transformers", "utils")
-_CREATES, _MAKES = "create_causal_mask", "sdpa_mask"
+_CREATE, _MAKES = {"create_causal_mask", "create_sliding_window_causal_mask"}, "sdpa_mask"
 # What a file that asks for a mask may say so that plain PyTorch is given it, too.
 _FORBIDS = re.compile("allow_is_causal_skip|(or|and)_mask_function|block_sequence_ids")
-# Numbers sequences that are packed in one.
-_PACKED = "cumsum"
+# Numbers sequences that are packed in one; finds where a window begins.
+_PACKED, _BACK = "cumsum", "sub"
 
 
 def attends_without() -> Leaves:
     """Says whether plain PyTorch attends without a mask that is made so, of constants alone.
 
-    It does where a model asks for the past alone, and where positions are seen to be those of one
-    sequence. To be called where nothing is traced.
+    It does where a model asks for the past alone, or for a window in it that is longer than the
+    sequence, and where positions are seen to be those of one sequence. To be called where nothing
+    is traced.
     """
     return partial(_attends_without, _looks_at_positions())
 
@@ -44,6 +45,10 @@ def _attends_without(looks_at_positions: bool, attention: fx.Node, steps: Steps)
         return False
     if not looks_at_positions and any(name_of(it) == _PACKED for it in steps):
         return False
+    keys = steps[-1].meta["example_value"].shape[-1]
+    if any(keys in it.args for it in steps if name_of(it) == _BACK):
+        # Plain PyTorch is given a window that is as long as the sequence.
+        return False
     *_, decides = (it for it in steps if name_of(it) not in SHAPE)
     return _asks_for_the_past(_calls(decides))
 
@@ -51,9 +56,7 @@ def _attends_without(looks_at_positions: bool, attention: fx.Node, steps: Steps)
 def _asks_for_the_past(calls: Sequence[tuple[str, str]]) -> bool:
     """Whether the calls that made a mask are those of a model that asks for nothing else."""
     functions = [it for _, it in calls]
-    if _CREATES not in functions:
-        return False
-    at = functions.index(_CREATES)
+    at = next((at for at, it in enumerate(functions) if it in _CREATE), 0)
     asking, making = calls[:at], calls[at:]
     if not asking or not all(_is_theirs(file) for file, _ in making):
         return False

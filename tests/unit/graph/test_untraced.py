@@ -125,6 +125,7 @@ class Attention(nn.Module):
         ("create_causal_mask(length, allow_is_causal_skip=False)", False, True, True),
         ("create_sliding_window_causal_mask(length)", False, True, True),
         ("create_sliding_window_causal_mask(length, window=12)", False, True, True),
+        ("create_sliding_window_causal_mask(length, window=13)", False, True, False),
         ("sdpa_mask(length, None, None, False)", False, True, True),
     ],
 )
