@@ -383,6 +383,32 @@ def test_launches_are_weighed_when_an_iteration_without_flushes_has_been_seen(
     assert asked == [2 if calm else 3]
 
 
+def test_nothing_is_launched_that_nobody_has_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that comes back after one on disk was measured while weighing was put off."""
+    verified = Verification.verified
+    asked = list[int]()
+
+    def flushing(self: Verification, *given: Any) -> Trial:
+        trial = verified(self, *given)
+        assert trial.measured is not None
+        return replace(trial, measured=replace(trial.measured, allocation_retries=3))
+
+    def other(
+        self: Verification, trace: Trace, tried: Sequence[Trial], *given: Any
+    ) -> tuple[Trace, Trial]:
+        asked.append(len(tried))
+        on_disk = len(tried) == 1
+        # Where there is no other tier, that one counts as such.
+        tiers = {Tier.HOST} if on_disk else {Tier.HOST, Tier.DISK}
+        monkeypatch.setattr(launching, "_TIERS", tiers)
+        return trace, replace(tried[0], measured=None) if on_disk else tried[0]
+
+    monkeypatch.setattr(Verification, "verified", flushing)
+    monkeypatch.setattr(Verification, "chosen", other)
+    assert train(CNN, plain, "vdnn_all", monkeypatch) == []
+    assert asked == [1, 2]
+
+
 def test_another_kind_of_iteration_has_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(CNN).run(plain, ITERATIONS).run(last, range(2)).outcome()
     launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)

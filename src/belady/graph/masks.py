@@ -61,17 +61,21 @@ def drop_known(module: fx.GraphModule, leaves: Leaves = any_maker) -> int:
     leaves
         Which may go.
     """
+    known: dict[fx.Node, Steps] = {}
     causal: dict[fx.Node, bool | None] = {}
     unused, dropped = list[fx.Node](), 0
     for node in module.graph.nodes:
         mask = _mask_of(node) if node.target is _ATTENTION else None
-        steps = [] if mask is None else _made_by(mask)
-        if mask is None or not steps or not leaves(node, steps):
+        if mask is None:
+            continue
+        if mask not in known:
+            known[mask] = _made_by(mask)
+        if not (steps := known[mask]) or not leaves(node, steps):
             continue
         if mask not in causal:
             causal[mask] = _is_causal(steps)
-        if (known := causal[mask]) is not None:
-            _without_mask(node, causal=known)
+        if (past := causal[mask]) is not None:
+            _without_mask(node, causal=past)
             unused.append(mask)
             dropped += 1
             repeats = repeated(node)
