@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -54,6 +54,9 @@ class Orders:
         Storages whose bytes are moved or encoded, and the number of the value in the trace.
     replayed
         Storages that are made again, and the steps that do it, in order, as they run again.
+    due
+        Of those the ones that are made again at a boundary of backward, whether or not it reads
+        them there.
     forward, backward
         What is done at a boundary of that part: before op ``i`` of it, or at its end. The values
         are numbers of the trace, also those of other calls, and the boundaries that are passed are.
@@ -65,6 +68,7 @@ class Orders:
 
     held: Mapping[int, int] = field(default_factory=dict)
     replayed: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
+    due: Mapping[int, Sequence[int]] = field(default_factory=dict)
     forward: Mapping[int, list[tuple[Act, int]]] = field(default_factory=dict)
     backward: Mapping[int, list[tuple[Act, int]]] = field(default_factory=dict)
     scarce: tuple[Collection[int], Collection[int]] = ((), ())
@@ -93,14 +97,21 @@ def orders_of(
         from what another call has.
     """
     _demand_possible(drawn.trace, plan)
-    found = [(dict[int, int](), dict[int, tuple[Step, ...]]()) for _ in drawn.values]
+    found = [
+        (dict[int, int](), dict[int, tuple[Step, ...]](), dict[int, list[int]]())
+        for _ in drawn.values
+    ]
     lies_on, again_by = _by_value(drawn), _Steps(drawn)
     due: list[tuple[int, Act, int]] = []
     for value, decision in plan.decisions.items():
         storages = _storages(drawn, lies_on, value)
         if isinstance(decision, Recompute):
+            part = bisect_right(drawn.starts, decision.at) - 1
             for call, storage in storages.items():
                 found[call][1][storage] = again_by.of(call, decision)
+                if drawn.parts[part].call == call and not drawn.parts[part].forward:
+                    at = decision.at - drawn.starts[part]
+                    found[call][2].setdefault(at, []).append(storage)
             continue
         for call, storage in storages.items():
             found[call][0][storage] = value

@@ -171,8 +171,9 @@ class _Writer:
         body.begin("args", self.joint.tangents)
         ops = [step for step in self.joint.backward if self._layout.is_op(step)]
         for at, step in enumerate(ops):
+            again = [it for due in self.orders.due.get(at, ()) for it in self._replays[due].targets]
             # What comes back does so before ops that may be one kernel, not between them.
-            body.op(step, first[at] if first else ())
+            body.op(step, (*again, *(first[at] if first else ())))
         body.act()
         results = [body.result(node) for node in self.joint.backward_outputs]
         body.code.add(f"return [{', '.join(results)}]", [r for r in results if r != "None"])

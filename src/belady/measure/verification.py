@@ -109,7 +109,7 @@ class Verification:
             return Trial(make(self._hardware), self._hardware, name)
         hardware = with_settled(trace, self._hardware, name)
         try:
-            return Trial(*suited(trace, hardware, make), name)
+            return Trial(*roomy(trace, hardware, make), name)
         except InfeasibleBudgetError as error:
             if name != "auto":
                 raise

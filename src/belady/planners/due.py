@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from belady.ir.plan import Recompute
 from belady.ir.replay import sources
 from belady.ir.trace import Trace
 from belady.planners.moves import Schedule, read_by
 
+_NONE: Mapping[int, int] = MappingProxyType({})
 
-def timed(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, Recompute]:
-    """The replays, each at the first read or where another one that starts from it needs it."""
+
+def timed(
+    trace: Trace, replays: Mapping[int, Recompute], early: Mapping[int, int] = _NONE
+) -> dict[int, Recompute]:
+    """The replays, each at the first read or where another one that starts from it needs it.
+
+    Parameters
+    ----------
+    early
+        Boundaries by which values are made again in any case.
+    """
     found: dict[int, Recompute] = {}
-    due: dict[int, int] = {}
+    due = dict(early)
     # A replay starts from what was produced before, so users come first here.
     for value in sorted(replays, key=lambda v: (-trace.values[v].producer, -v)):
         replay, at = replays[value], trace.values[value].first_read or 0

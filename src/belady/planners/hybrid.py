@@ -21,7 +21,7 @@ from belady.planners.moves import Case
 from belady.planners.price import BEGUN, KEPT, price
 from belady.planners.segments import segmented
 from belady.planners.spread import Times, boundary_times
-from belady.planners.wish import Away, Wish, neighbour, with_limit
+from belady.planners.wish import Away, Neighbours, Wish, with_limit
 from belady.simulate.blocks import excess
 from belady.simulate.engine import iteration_seconds, kernel_seconds, simulate
 
@@ -31,15 +31,16 @@ _STRETCHES = (inf, 2.0, 1.0)
 _RESERVES = (0.0, 2.0, 6.0, inf)
 _SPARES = (0.0, 0.01, 0.02, 0.04)
 _REACHES = (0.0, 8.0, 16.0, 32.0, 128.0, inf)
+_EARLY = (0.0, 16.0, 64.0)
 # Reaches and reserves that are tried first: with a reach that spans a block, or a part of one, rows
 # of replays are made once, and where nothing stays before copies have room, links carry what they
 # can hide. Other limits are then tried with so many of them, as the best one can lead nowhere.
 _BEGUN = ((32.0, 0.0), (32.0, inf), (0.0, 0.0), (8.0, 0.0), (8.0, inf))
 _LED_ON = 2
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 8, 300, 150_000
-# Of fewer tries none are left for going the same way once more, and these segments are among them.
-_FEW, _FEW_SEGMENTS = 40, 2
+_FEWEST, _MOST, _OPS = 8, 450, 225_000
+# Of fewer tries these segments are among those that are tried first.
+_FEW, _FEW_SEGMENTS = 60, 2
 # Share of the iteration below which stalls are not worth another try, and what all of it may lose
 # before single values are exchanged.
 _NOTHING, _NEAR = 0.002, 1.01
@@ -64,7 +65,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 19
+    version: int = 20
     recomputes: bool = True
 
     def __call__(
@@ -121,11 +122,10 @@ class _Search:
         self._prices: dict[Wish, float] = {}
         # Seconds, and prices once asked for, of what was judged: mixes are often alike.
         self._judged: dict[Sequence[Assignment], tuple[float, Prices | None]] = {}
-        # Whether a plan was best because of what its replays share, and whether that leads the way.
-        self._gained = self._led = False
         self._segments = [*segmented(case.trace, mixer.ways.nbytes, mixer.ways.cost)]
         self._limits: dict[str, Sequence[Any]] = {
             "reach": _REACHES,
+            "early": _EARLY,
             "stretch": _STRETCHES,
             "encodes": (True, False) if mixer.ways.encodings else (True,),
             "copies_first": (False, True),
@@ -135,14 +135,7 @@ class _Search:
 
     def run(self) -> Plan:
         """The plan of the lowest price found."""
-        tries = self._left
-        at = self._descended()
-        if self._gained and tries >= _FEW and self._price > self._least:
-            # It makes mixes worth their replays that are not without; the way to others is lost.
-            self._led, self._left = True, tries
-            self._prices.clear()
-            at = self._descended()
-        self._exchange(at)
+        self._exchange(self._descended())
         return self.best
 
     def _descended(self) -> Wish:
@@ -183,13 +176,13 @@ class _Search:
         Simulated annealing (Kirkpatrick et al., Science 220, 1983): a mix whose blocks fit into one
         another may lie behind some that do not.
         """
-        values, kernels = self._case.trace.values, sum(kernel_seconds(self._case.trace, self.best))
-        order = sorted(self._mixer.ways.cost, key=lambda v: (values[v].first_save, v))
+        trace, kernels = self._case.trace, sum(kernel_seconds(self._case.trace, self.best))
+        neighbours = Neighbours(trace, self._mixer.ways.cost, self._limits)
         rng, tries = random.Random(0), max(1.0, self._left)
-        now, unstalled = self._prices[at], boundary_times(self._case.trace, None)
+        now, unstalled = self._prices[at], boundary_times(trace, None)
         while self._left > 0 and self._price > max(_NEAR * kernels, self._least):
             heat = _HEAT * self._left / tries
-            other = neighbour(rng, at, order, self._limits)
+            other = neighbours.one(rng, at)
             if other in self._prices:
                 self._left -= _KNOWN
             price = self._try(other, (self._times, unstalled), now * (1 + _WORSE * heat))
@@ -214,15 +207,10 @@ class _Search:
 
     def _settle(self, wish: Wish, times: Times, most: float) -> Times | None:
         """Try a mix; give the boundary times that it leads to if none is better by now."""
-        plans = self._mixer.make(wish, times)
-        after = self._judge(wish, plans[0], most) if plans else None
-        alone, best = self._prices[wish], self.best
-        for sharing in plans[1:]:
-            found = self._judge(wish, sharing, most)
+        after = None
+        for plan in self._mixer.make(wish, times):
+            found = self._judge(wish, plan, most)
             after = after if found is None else found
-            self._gained |= self.best is not best
-        if not self._led:
-            self._prices[wish] = alone
         return after
 
     def _judge(self, wish: Wish, plan: Plan, most: float) -> Times | None:

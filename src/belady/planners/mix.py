@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from belady.planners.base import Draft, assemble
 from belady.planners.due import due_by, schedule, timed
 from belady.planners.moves import Case, movable, offloads, tier_for
 from belady.planners.repairs import Which, bulky, heavy, light, worst
-from belady.planners.sharing import held, passing, unshared
+from belady.planners.sharing import early, joined, passed, unshared
 from belady.planners.spread import Bytes, Spread, Times, alone, asked, held_bytes, keep, slack_of
 from belady.planners.ways import Ways
 from belady.planners.wish import Away, Wish
@@ -107,7 +108,7 @@ class Mixer:
                 replays[value] = replay
                 with_it = (until.get(source, 0) for source in sources(trace, replay))
                 until[value] = max(trace.values[value].first_read or 0, *with_it, 0)
-        replays = timed(trace, replays)
+        replays = early(trace, timed(trace, replays), wish.early)
         due = due_by(trace, replays)
         gone = {*kept, *replays, *encoded}
         others = [value for value in self.ways.nbytes if value not in gone]
@@ -120,7 +121,7 @@ class Mixer:
         What then stays makes replays later that others start from, which may not fit any more:
         a plan is to be checked.
 
-        The second one, where there is room for it, has what replays pass held for those after them.
+        The second one, where there is room for it, has ops of several replays run once.
 
         Parameters
         ----------
@@ -139,7 +140,8 @@ class Mixer:
         again = self._keep(replace(rest, moves={}), spread.slack, 0.0)
         left = {value: it for value, it in rest.replays.items() if value not in again}
         encoded = {value: it for value, it in rest.encoded.items() if value not in again}
-        away = Away(spread.moves, timed(self._case.trace, left), encoded)
+        left = early(self._case.trace, timed(self._case.trace, left), wish.early)
+        away = Away(spread.moves, left, encoded)
         plan = assemble(self._case, self.draft(away))
         # Mixes are often alike.
         alike = plan.assignments, wish.reach, wish.spare
@@ -149,33 +151,20 @@ class Mixer:
         return [plan] if sharing is None else [plan, sharing]
 
     def _sharing(self, plan: Plan, wish: Wish, away: Away) -> Plan | None:
-        """The plan with what replays pass held for those after them; None where that cannot be."""
-        case, trace, replays, moves = self._case, self._case.trace, away.replays, away.moves
-        ways = passing(trace, replays) if len(trace.ops) <= _LONG else {}
-        if not ways:
+        """The plan with ops of several replays run once, where there is room; None if nowhere."""
+        case, best = self._case, None
+        if len(case.trace.ops) > _LONG:
             return None
-        slack = slack_of(case, plan) - self._spare(wish)
-        early = held(trace, replays, ways, self.ways.nbytes, slack)
-        if not early:
-            return None
-
-        def shorter(value: int) -> Recompute:
-            at = trace.values[value].first_read or 0
-
-            def usable(source: int) -> bool:
-                if source in away.encoded:
-                    return False
-                if source in replays:
-                    gap = (trace.values[source].first_read or 0) - at
-                    return gap >= 0 and (gap <= wish.reach or source in early)
-                there = moves[source].ready_by <= at if source in moves else True
-                return there and self.ways.last_reads[source] >= at
-
-            return self.ways.cheapest(value, usable) or replays[value]
-
-        shared = timed(trace, {value: shorter(value) for value in replays})
-        made = assemble(case, self.draft(replace(away, replays=shared)))
-        return made if check(trace, case.hardware, made, case.budget).ok else None
+        for share in (partial(passed, reach=wish.reach), joined):
+            slack = slack_of(case, best or plan) - self._spare(wish)
+            replays = share(case.trace, away, self.ways, slack)
+            if replays is None:
+                continue
+            shared = replace(away, replays=replays)
+            made = assemble(case, self.draft(shared))
+            if check(case.trace, case.hardware, made, case.budget).ok:
+                best, away = made, shared
+        return best
 
     def draft(self, away: Away) -> Draft:
         """The choices, with reasons."""

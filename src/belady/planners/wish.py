@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from belady.ir.plan import Encode, Offload, Recompute
+from belady.ir.trace import Trace
 
-# Exchanges: how many neighbours are turned at once, and how often a limit is changed instead.
-_TURNED, _LIMITS = (1, 1, 1, 2, 4, 8, 16), 0.2
+# Exchanges: how many values are turned at once, how often a limit is changed instead, and how often
+# values alike, as one of each block of a model is, rather than those next to one another.
+_TURNED, _LIMITS, _ALIKE = (1, 1, 1, 2, 4, 8, 16), 0.2, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Wish:
         Most ops between a replay and the last of the first reads of all that is made again for it:
         of a recomputed value that it starts from, of what that one starts from. These are back that
         much earlier; where it would be more, ops run twice.
+    early
+        Most ops by which a replay comes early, to where another one runs most of the same ops.
     copies_first
         Whether room is given to copies under way before anything that is recomputed stays.
     spare
@@ -55,6 +59,7 @@ class Wish:
     stretch: float = inf
     reserve: float = 0.0
     reach: float = 0.0
+    early: float = 0.0
     copies_first: bool = False
     spare: float = 0.0
     encodes: bool = True
@@ -62,15 +67,40 @@ class Wish:
     plain: frozenset[int] = frozenset()
 
 
-def neighbour(
-    rng: random.Random, at: Wish, order: Sequence[int], limits: Mapping[str, Sequence[Any]]
-) -> Wish:
-    """A mix like ``at`` but for a few values next to one another, or for one of its limits."""
-    if rng.random() < _LIMITS:
-        name = rng.choice(sorted(limits))
-        return with_limit(at, name, rng.choice(limits[name]))
-    first = rng.randrange(len(order))
-    return replace(at, values=at.values ^ frozenset(order[first : first + rng.choice(_TURNED)]))
+class Neighbours:
+    """Mixes like another one but for a few values, or for one of its limits.
+
+    Parameters
+    ----------
+    values
+        What may be recomputed or encoded.
+    limits
+        Choices for each limit.
+    """
+
+    def __init__(
+        self, trace: Trace, values: Iterable[int], limits: Mapping[str, Sequence[Any]]
+    ) -> None:
+        self._limits = limits
+        self._order = sorted(values, key=lambda v: (trace.values[v].first_save, v))
+        kinds: dict[tuple[str, int], list[int]] = {}
+        self._alike: dict[int, list[int]] = {}
+        for value in self._order:
+            it = trace.values[value]
+            kind = trace.ops[it.producer].name, trace.storages[it.storage].nbytes
+            self._alike[value] = kinds.setdefault(kind, [])
+            self._alike[value].append(value)
+
+    def one(self, rng: random.Random, at: Wish) -> Wish:
+        """One of them; values that are turned are all turned as the first of them is."""
+        if rng.random() < _LIMITS:
+            name = rng.choice(sorted(self._limits))
+            return with_limit(at, name, rng.choice(self._limits[name]))
+        first = rng.choice(self._order)
+        among = self._alike[first] if rng.random() < _ALIKE else self._order
+        begin = among.index(first)
+        turned = frozenset(among[begin : begin + rng.choice(_TURNED)])
+        return replace(at, values=at.values - turned if first in at.values else at.values | turned)
 
 
 def with_limit(at: Wish, name: str, limit: Any) -> Wish:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.plan import Budget, Plan, Recompute
 from belady.ir.timeline import Measured, TierPeak
-from belady.ir.trace import Storage, StorageKind, Tier
+from belady.ir.trace import Storage, StorageKind, Tier, Trace
 from belady.measure import trial as trials
+from belady.measure.margins import suited
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.measure.trial import Trial
@@ -254,14 +256,19 @@ def test_it_is_not_where_its_plan_would_take_longer_than_flushes(
 FINE = trace_of([1.0] * 130, [(MIB // 10, at, 129 - at) for at in range(60)])
 
 
+def suited_to(trace: Trace, budget_bytes: int) -> float:
+    """The margin that suits a plan for this trace."""
+    make = partial(plan, "lifetime", trace, budget=Budget(budget_bytes))
+    _, hardware = suited(trace, SLOW, lambda it: make(hardware=it))
+    return round(hardware.allocator.margin_fraction, 3)
+
+
 @pytest.mark.parametrize(("most", "margin"), [(1.0, 0.05), (1.11, 0.15), (1.17, 0.2)])
-def test_a_smaller_margin_is_there_from_the_start_where_blocks_fit_into_one_another(
+def test_a_smaller_margin_suits_where_blocks_fit_into_one_another(
     monkeypatch: pytest.MonkeyPatch, most: float, margin: float
 ) -> None:
     needing(monkeypatch, most)
-    verification = Verification(Policy("lifetime", Budget(int(3.6 * MIB))), SLOW)
-    trial = verification.first(FINE)
-    assert round(trial.hardware.allocator.margin_fraction, 3) == margin
+    assert suited_to(FINE, int(3.6 * MIB)) == margin
 
 
 @pytest.mark.parametrize(
@@ -272,16 +279,32 @@ def test_a_smaller_margin_is_there_from_the_start_where_blocks_fit_into_one_anot
         ("aten.sort.default", 0.03, 0.05),
     ],
 )
-def test_convolutions_with_large_workspaces_begin_with_the_stated_margin(
+def test_the_stated_margin_suits_convolutions_with_large_workspaces(
     monkeypatch: pytest.MonkeyPatch, name: str, share: float, margin: float
 ) -> None:
     needing(monkeypatch, 1.0)
     budget = int(3.6 * MIB)
     first, *others = FINE.ops
     asks = replace(first, name=name, workspace_bytes=int(share * budget))
-    asking = replace(FINE, ops=(asks, *others))
-    trial = Verification(Policy("lifetime", Budget(budget)), SLOW).first(asking)
-    assert round(trial.hardware.allocator.margin_fraction, 3) == margin
+    assert suited_to(replace(FINE, ops=(asks, *others)), budget) == margin
+
+
+def test_what_is_corrected_once_it_has_run_begins_with_the_stated_margin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needing(monkeypatch, 1.0)
+    asked: list[float] = []
+
+    def counted(
+        name: str, trace: Trace, hardware: HardwareProfile, *rest: Any, **more: Any
+    ) -> Plan:
+        asked.append(hardware.allocator.margin_fraction)
+        return plan(name, trace, hardware, *rest, **more)
+
+    monkeypatch.setattr("belady.measure.verification.make_plan", counted)
+    trial = Verification(Policy("lifetime", Budget(int(3.6 * MIB))), SLOW).first(FINE)
+    assert trial.hardware.allocator.margin_fraction == SLOW.allocator.margin_fraction
+    assert asked == [SLOW.allocator.margin_fraction]
 
 
 @pytest.mark.parametrize(("most", "margin"), [(1.0, 0.1), (1.11, 0.15), (1.17, None)])

@@ -106,7 +106,7 @@ def test_what_replays_share_takes_nothing_that_is_spared(monkeypatch: pytest.Mon
         given.append(asked[-1])
         return frozenset()
 
-    monkeypatch.setattr("belady.planners.mix.held", nothing)
+    monkeypatch.setattr("belady.planners.sharing.held", nothing)
     mixer = Mixer(case, "mix/1")
     wish = Wish(frozenset(mixer.ways.cost), spare=0.1)
     (alone,) = mixer.make(wish, boundary_times(trace, None))

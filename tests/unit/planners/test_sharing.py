@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from belady.ir.legality import check
-from belady.ir.plan import Plan, Recompute
+from belady.ir.plan import Budget, Offload, Plan, Recompute
 from belady.ir.replay import seconds_of
-from belady.ir.trace import Trace
+from belady.ir.trace import Tier, Trace
 from belady.planners import plan
 from belady.planners.mix import Mixer
 from belady.planners.moves import Case
-from belady.planners.sharing import held, passing, unshared
+from belady.planners.replays import cheapest
+from belady.planners.sharing import branches, early, held, joined, passing, unshared
 from belady.planners.spread import boundary_times
+from belady.planners.ways import Ways
 from belady.planners.wish import Away, Wish
 from tests.support.builder import OpSpec, build_trace
 from tests.support.strategies import random_trace
@@ -134,3 +138,94 @@ def test_what_others_run_all_the_same_is_spared_by_keeping_none(every_boundary: 
         assert spared == {2: (0, 2), 3: (3,), 4: (1, 4)}
     else:
         assert spared == {value: it.ops for value, it in replays.items()}
+
+
+def forked(rest_us: int = 20, *, every_boundary: bool = True) -> tuple[Trace, Away]:
+    """Two values branch off after the same op of 400 us; the one read later takes ``rest_us``."""
+    again = OpSpec(saves_input=False, device_us=400, replayable=True)
+    trace = build_trace(
+        [
+            OpSpec(saves_input=False, saves_output=True),
+            again,
+            replace(again, device_us=rest_us, saves_output=True),
+            replace(again, device_us=20, saves_output=True, branch=1),
+            OpSpec(saves_input=False, join=True),
+        ],
+        every_boundary=every_boundary,
+    )
+    replays = {
+        value: replay for value in trace.saved if (replay := cheapest(trace, value)) is not None
+    }
+    assert {it.at: it.ops for it in replays.values()} == {6: (1, 3), 7: (1, 2)}
+    return trace, Away({}, replays, {})
+
+
+def made_at(replays: Mapping[int, Recompute] | None) -> list[int]:
+    assert replays is not None
+    return sorted(it.at for it in replays.values())
+
+
+def test_a_replay_that_branches_off_can_come_early() -> None:
+    trace, away = forked()
+    (branch,) = branches(trace, away.replays)
+    later = max(away.replays, key=lambda value: away.replays[value].at)
+    assert branch[:2] == (later, 6)
+    assert branch.seconds == pytest.approx(400e-6)
+    assert branch.share == pytest.approx(400 / 420)
+    # It need not, where it is made at the same boundary anyway.
+    assert [*branches(trace, early(trace, away.replays, 1))] == []
+
+
+def test_behind_hooks_each_replay_is_alone() -> None:
+    trace, away = forked(every_boundary=False)
+    assert [*branches(trace, away.replays)] == []
+
+
+@pytest.mark.parametrize(
+    ("reach", "rest_us", "found"), [(0, 20, [6, 7]), (1, 20, [6, 6]), (1, 500, [6, 7])]
+)
+def test_replays_come_early_within_reach_where_they_run_little_else(
+    reach: int, rest_us: int, found: list[int]
+) -> None:
+    trace, away = forked(rest_us)
+    assert made_at(early(trace, away.replays, reach)) == found
+
+
+@pytest.mark.parametrize(("room", "found"), [(1024, [6, 6]), (1023, None)])
+def test_replays_come_early_as_far_as_there_is_room(room: int, found: list[int] | None) -> None:
+    trace, away = forked(500)
+    slack = np.full(len(trace.ops), room)
+    ways = Ways(Case(trace, gpu(), Budget(1 << 30)), dict.fromkeys(away.replays, 1024))
+    replays = joined(trace, away, ways, slack)
+    assert (None if replays is None else made_at(replays)) == found
+    # What is made early takes nothing of what others are told is left.
+    assert set(slack) == {room}
+
+
+def test_a_replay_waits_for_what_it_starts_from() -> None:
+    trace, away = forked(500)
+    (source,) = set(trace.saved) - set(away.replays)
+    ways = Ways(Case(trace, gpu(), Budget(1 << 30)), dict.fromkeys(away.replays, 1024))
+    slack = np.full(len(trace.ops), 1 << 20)
+    late = Away({source: Offload(Tier.HOST, 0, 1, 6, 7)}, away.replays, {})
+    assert joined(trace, late, ways, slack) is None
+
+
+def test_in_a_plan_an_op_of_two_values_runs_again_once() -> None:
+    """Blocks like a GELU that is written out, of which neither value passes the other."""
+    nbytes = 64 * MB
+    again = OpSpec(nbytes=nbytes, saves_input=False, device_us=4000, replayable=True)
+    branch = replace(again, device_us=100, saves_output=True)
+    start = OpSpec(nbytes=nbytes // 8, saves_input=False, saves_output=True)
+    join = OpSpec(nbytes=nbytes // 8, saves_input=False, join=True)
+    trace = build_trace(
+        [start, again, branch, replace(branch, branch=1), join] * 8, every_boundary=True
+    )
+    hardware = gpu(link_rate=SLOW)
+    (budget,) = budgets(trace, hardware, 0.3)
+    made = plan("hybrid", trace, hardware, budget)
+    costly = {at for at, op in enumerate(trace.ops[:40]) if op.device_seconds == 4000e-6}
+    both = [it for it in _replays(made).values() if costly.intersection(it.ops)]
+    at = {(op, it.at) for it in both for op in costly.intersection(it.ops)}
+    assert len(both) > len(at)
+    assert len(at) == len({op for op, _ in at})
