@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import belady
 from belady.errors import StaleValueError
-from belady.graph import capturing, launching, told
+from belady.graph import capturing, launching, planning, told
 from belady.graph.joint import whole_graph
 from belady.graph.kinds import Kind
 from belady.graph.launchable import why_not
@@ -277,6 +277,27 @@ def test_what_is_given_out_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     (first, *_) = train(CNN, keeping, "vdnn_all", monkeypatch)
     assert first.launched > 0
     assert all(torch.equal(it, before) for it, before in kept)
+
+
+@pytest.mark.parametrize(("without", "asked"), [(0.99, False), (0.97, True)])
+def test_launches_are_planned_for_only_where_the_host_is_late(
+    without: float, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gains, found, launched = launching._GAINS, list[Plan](), Verification.launched
+
+    def noted(self: Verification, *given: Any) -> Any:
+        trace, trial = launched(self, *given)
+        found.append(trial.plan)
+        return trace, trial
+
+    def freed(*_: Any) -> tuple[float, float]:
+        monkeypatch.setattr(launching, "_GAINS", gains)
+        return without, 1.0
+
+    monkeypatch.setattr(Verification, "launched", noted)
+    monkeypatch.setattr(planning, "freed", freed)
+    train(CNN, plain, "vdnn_all", monkeypatch)
+    assert bool(found) is asked
 
 
 def test_launches_that_gain_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

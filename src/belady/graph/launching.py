@@ -23,7 +23,6 @@ from belady.graph.prospect import Prospect, Way
 from belady.graph.steps import Loans, may_lend
 from belady.graph.told import log_launched, matters, said_of
 from belady.ir.plan import Offload
-from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
@@ -232,7 +231,7 @@ class Launching:
         *_, before = kind.prospect.instead
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
         log_launched(found, before)
-        if not fits or not gains(min(found.iterations), before):
+        if not fits or not gains(min(found.iterations), min(before.iterations)):
             self.rest()
             kind.prospect.way = Way.ISSUED
             return
@@ -289,9 +288,9 @@ class Launching:
         kind.piece.clear()
 
 
-def gains(seconds: float, before: Measured) -> bool:
-    """Whether an iteration of so many seconds is worth it."""
-    return seconds < (1 - _GAINS) * min(before.iterations)
+def gains(seconds: float, before: float) -> bool:
+    """Whether an iteration of so many seconds is worth it, rather than one of ``before``."""
+    return seconds < (1 - _GAINS) * before
 
 
 def _is_one_of_several() -> bool:

@@ -31,6 +31,7 @@ from belady.ir.timeline import Measured
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy, Stage
 from belady.measure.trial import Trial
+from belady.measure.unissued import freed
 from belady.measure.verification import ITS_OWN, Kernels, Verification
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
@@ -227,12 +228,15 @@ class Planning:
     def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, measured: Measured) -> bool:
         """Put a plan in force for launches, where the host is late; ``follows`` comes otherwise."""
         prospect = kind.prospect
+        if not gains(*freed(drawn.trace, follows.hardware, follows.plan)):
+            prospect.asked, prospect.way = True, Way.ISSUED
+            return False
         beside = fixed_bytes(kind) + prospect.between_bytes + (prospect.lacking_bytes or 0)
         prospect.asked = False
         try:
             numerics = self._numerics(kind)
             trace, trial = self._verification.launched(drawn.trace, follows, beside, *numerics)
-            if gains(trial.plan.predicted_seconds, measured):
+            if gains(trial.plan.predicted_seconds, min(measured.iterations)):
                 self._put_in_force(kind, replace(drawn, trace=trace), trial)
                 if prospect.way is Way.TRIED:
                     # What it gains shows when it is launched. What it holds is known.

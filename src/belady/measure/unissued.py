@@ -45,6 +45,22 @@ def unissued(trace: Trace) -> Trace:
     return replace(trace, ops=tuple(ops), storages=tuple(storages))
 
 
+def freed(trace: Trace, hardware: HardwareProfile, plan: Plan) -> tuple[float, float]:
+    """Seconds foretold of an iteration under the plan if no host were ever late, and with one.
+
+    Launches gain at most what lies between.
+    """
+    alone = replace(trace, ops=tuple(replace(op, host_seconds=0.0) for op in trace.ops))
+    without = iteration_seconds(alone, _unissuing(hardware), plan)
+    return without, iteration_seconds(trace, hardware, plan)
+
+
+def _unissuing(hardware: HardwareProfile) -> HardwareProfile:
+    """The machine on which copies and replays are issued for nothing."""
+    links = tuple(replace(link, issue_s=0.0) for link in hardware.links)
+    return replace(hardware, links=links, hook_s=0.0)
+
+
 def _last_uses(trace: Trace) -> dict[int, int]:
     """The last op that reads or writes each storage, of those that some op does."""
     found = dict[int, int]()
@@ -70,8 +86,7 @@ def launching(
     fraction = min(allocator.margin_fraction, probed.allocator.margin_fraction)
     nbytes = allocator.margin_bytes + beside_bytes
     allocator = replace(allocator, margin_fraction=fraction, margin_bytes=nbytes)
-    links = tuple(replace(link, issue_s=0.0) for link in hardware.links)
-    return replace(hardware, allocator=allocator, links=links, hook_s=0.0, joins=True)
+    return replace(_unissuing(hardware), allocator=allocator, joins=True)
 
 
 def for_launches(

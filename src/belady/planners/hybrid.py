@@ -38,9 +38,9 @@ _EARLY = (0.0, 16.0, 64.0)
 _BEGUN = ((32.0, 0.0), (32.0, inf), (0.0, 0.0), (8.0, 0.0), (8.0, inf))
 _LED_ON = 2
 # Mixes that are tried, and ops that are planned in all of them: a large trace gets fewer.
-_FEWEST, _MOST, _OPS = 8, 450, 225_000
+_FEWEST, _MOST, _OPS = 8, 450, 150_000
 # Of fewer tries these segments are among those that are tried first.
-_FEW, _FEW_SEGMENTS = 60, 2
+_FEW, _FEW_SEGMENTS = 40, 2
 # Share of the iteration below which stalls are not worth another try, and what all of it may lose
 # before single values are exchanged.
 _NOTHING, _NEAR = 0.002, 1.01

@@ -13,7 +13,7 @@ from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.timeline import Lane, Span, Timeline
 from belady.ir.trace import Phase, Storage, StorageKind, Tier, Trace, Value
-from belady.measure.unissued import for_launches, in_time, launching, unissued
+from belady.measure.unissued import for_launches, freed, in_time, launching, unissued
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
 from belady.simulate.engine import last_of_forward
@@ -294,3 +294,21 @@ def test_what_issued_iterations_lose_between_blocks_is_not_left_to_launches(
     found = launching(hardware, probed, 5)
     assert found.allocator == Allocator(1, left, 12)
     assert found.joins
+
+
+@pytest.mark.parametrize(("host_us", "gains"), [(5, 0.0), (150, 1 / 7)])
+def test_launches_gain_what_an_iteration_waits_for_its_host(host_us: int, gains: float) -> None:
+    specs = [OpSpec(nbytes=MIB, device_us=100, host_us=host_us) for _ in range(LAYERS)]
+    trace = build_trace(specs, every_boundary=True)
+    plan = make_plan("baseline", trace, machine(1e9), Budget(1 << 30))
+    without, issued = freed(trace, machine(1e9), plan)
+    # Forward, which takes a third of the device's time, waits for half as long again.
+    assert 1 - without / issued == pytest.approx(gains, abs=0.02)
+
+
+def test_launches_issue_no_copies() -> None:
+    trace, late = network(), replace(machine(1e12), hook_s=0.0)
+    late = replace(late, links=tuple(replace(link, issue_s=1e-3) for link in late.links))
+    plan = sending_all(trace, begins(trace), late=0)
+    without, issued = freed(trace, late, plan)
+    assert without < 0.5 * issued
