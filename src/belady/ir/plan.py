@@ -54,8 +54,8 @@ class Recompute:
     ops
         What is replayed, ascending; the last one writes the value.
     at
-        Boundary of the replay: the first read in backward, or the moment before it at which another
-        replay starts from the value.
+        Boundary of the replay: the first read in backward, or one before it, at which another
+        replay starts from the value, or runs the same ops.
     """
 
     ops: tuple[int, ...]

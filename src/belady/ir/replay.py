@@ -1,9 +1,9 @@
 """What may be recomputed, and from what: the rules of `belady.ir.plan.Recompute`.
 
-A replay runs at the value's first read in backward, or before it where another replay starts from
-the value. It starts from bytes that are on the device then and are what they were: parameters and
-buffers that nobody has written, and saved values that autograd goes on to hold, made again
-themselves or not.
+A replay runs at the value's first read in backward, or before it, where another replay starts from
+the value or runs the same ops. It starts from bytes that are on the device then and are what they
+were: parameters and buffers that nobody has written, and saved values that autograd goes on to
+hold, made again themselves or not.
 """
 
 from __future__ import annotations

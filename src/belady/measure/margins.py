@@ -22,8 +22,8 @@ from belady.simulate.blocks import excess
 # Of a wider margin, where the budget has no room for all of it; of a smaller one, where blocks
 # would not fit into one another with all of it.
 _PARTS, _PARTS_LESS = (1.0, 0.5, 0.25, 0.125), (1.0, 0.5, 0.0)
-# Smaller margins that are tried before anything runs, for a plan that loses so much, and what one
-# has to gain: room that is left is room for what is not simulated.
+# Smaller margins that are tried for a plan that loses so much, and what one has to gain: room that
+# is left is room for what is not simulated.
 _TIGHTER, _LOSES, _GAINS = 2, 1.01, 0.995
 # Part of the budget from which on a convolution's workspace is a reason for none of these: where
 # cuDNN does not get it, it takes another algorithm, whose replays come out otherwise.

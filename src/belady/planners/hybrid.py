@@ -13,6 +13,7 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Plan
+from belady.ir.replay import shares
 from belady.ir.trace import Trace
 from belady.planners.base import finish
 from belady.planners.lifetime import LIFETIME
@@ -65,7 +66,7 @@ class Hybrid:
     """
 
     name: str = "hybrid"
-    version: int = 20
+    version: int = 21
     recomputes: bool = True
 
     def __call__(
@@ -125,7 +126,7 @@ class _Search:
         self._segments = [*segmented(case.trace, mixer.ways.nbytes, mixer.ways.cost)]
         self._limits: dict[str, Sequence[Any]] = {
             "reach": _REACHES,
-            "early": _EARLY,
+            "early": _EARLY if shares(case.trace) else (0.0,),
             "stretch": _STRETCHES,
             "encodes": (True, False) if mixer.ways.encodings else (True,),
             "copies_first": (False, True),

@@ -155,7 +155,7 @@ class Mixer:
         case, best = self._case, None
         if len(case.trace.ops) > _LONG:
             return None
-        for share in (partial(passed, reach=wish.reach), joined):
+        for share in (partial(passed, wish=wish), joined):
             slack = slack_of(case, best or plan) - self._spare(wish)
             replays = share(case.trace, away, self.ways, slack)
             if replays is None:

@@ -10,10 +10,9 @@ that op.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
 
 from belady.ir.plan import Recompute
 from belady.ir.replay import seconds_of, shares, sources
@@ -21,70 +20,80 @@ from belady.ir.trace import Trace
 from belady.planners.due import timed
 from belady.planners.spread import Bytes
 from belady.planners.ways import Ways
-from belady.planners.wish import Away
+from belady.planners.wish import Away, Wish
 
 # Part of what a replay runs alone that must be run where it comes early for it to be wished so.
 _WORTH = 0.5
+# Boundaries before its own at which a replay is looked for the same op: the nearest ones.
+_NEAREST = 4
 
 
-class Branch(NamedTuple):
-    """A replay that could come early, to where others run some of its ops.
+class Branches:
+    """Replays that can come early, to where others run some of their ops.
 
-    Attributes
-    ----------
-    value
-        What it makes.
-    at
-        Boundary of the others.
-    seconds
-        What it need not run then.
-    share
-        Part that this is of what it alone runs at its own boundary.
+    Asked for in the order of their boundaries, as each that has come early leaves its own: what
+    would follow it there follows it to where it is.
     """
 
-    value: int
-    at: int
-    seconds: float
-    share: float
+    def __init__(self, trace: Trace, replays: Mapping[int, Recompute]) -> None:
+        self._trace, self._replays = trace, replays
+        # Boundaries at which each op runs, ascending, and how many replays run it there.
+        self._runs: dict[int, dict[int, int]] = {}
+        self.order: list[int] = []
+        for value in sorted(replays, key=lambda v: (replays[v].at, v)):
+            if not shares(trace) or any(trace.ops[op].mutates for op in replays[value].ops):
+                # What writes over something shares nothing.
+                continue
+            self.order.append(value)
+            for op in replays[value].ops:
+                runs = self._runs.setdefault(op, {})
+                runs[replays[value].at] = runs.get(replays[value].at, 0) + 1
 
+    def spared(self, value: int, reach: float) -> tuple[dict[int, float], float]:
+        """Seconds that ``value`` need not run at each boundary up to ``reach`` ops early.
 
-def branches(
-    trace: Trace, replays: Mapping[int, Recompute], reach: float = inf
-) -> Iterator[Branch]:
-    """Replays that could come early, by up to ``reach`` ops; none where each runs alone."""
-    if not shares(trace):
-        return
-    runs: dict[int, Counter[int]] = {}
-    for replay in replays.values():
+        And all that it runs alone where it is.
+        """
+        replay, found, alone = self._replays[value], dict[int, float](), 0.0
         for op in replay.ops:
-            runs.setdefault(op, Counter())[replay.at] += 1
-    for value, replay in replays.items():
-        own = [op for op in replay.ops if runs[op][replay.at] == 1]
-        spared: dict[int, float] = {}
-        for op in own:
-            for at in runs[op]:
-                if replay.at - reach <= at < replay.at:
-                    spared[at] = spared.get(at, 0.0) + trace.replays[op].device_seconds
-        alone = sum(trace.replays[op].device_seconds for op in own)
-        for at, seconds in spared.items():
-            if seconds > 0:
-                yield Branch(value, at, seconds, seconds / alone)
+            if self._runs[op][replay.at] > 1:
+                continue
+            seconds = self._trace.replays[op].device_seconds
+            alone += seconds
+            before = [at for at in self._runs[op] if at < replay.at][-_NEAREST:]
+            for at in before:
+                if seconds > 0 and replay.at - at <= reach:
+                    found[at] = found.get(at, 0.0) + seconds
+        return found, alone
+
+    def bring(self, value: int, at: int) -> None:
+        """``value`` comes early."""
+        replay = self._replays[value]
+        for op in replay.ops:
+            runs = self._runs[op]
+            runs[replay.at] -= 1
+            if not runs[replay.at]:
+                del runs[replay.at]
+            runs[at] = runs.get(at, 0) + 1
+            self._runs[op] = dict(sorted(runs.items()))
 
 
 def early(trace: Trace, replays: Mapping[int, Recompute], reach: float) -> dict[int, Recompute]:
-    """The replays, those of them early that run little of their own then, see `branches`."""
-    best: dict[int, Branch] = {}
-    for branch in branches(trace, replays, reach) if reach else ():
-        known = best.get(branch.value, branch)
-        if branch.share > _WORTH:
-            best[branch.value] = max(branch, known, key=lambda it: (it.seconds, it.at))
-    return timed(trace, replays, {value: it.at for value, it in best.items()})
+    """The replays, those of them up to ``reach`` ops early that run little of their own then."""
+    if not reach:
+        return {**replays}
+    found, branches = dict[int, int](), Branches(trace, replays)
+    for value in branches.order:
+        spared, alone = branches.spared(value, reach)
+        at = max(spared, key=lambda it: (spared[it], it), default=-1)
+        if at >= 0 and spared[at] > _WORTH * alone:
+            found[value] = at
+            branches.bring(value, at)
+    return timed(trace, replays, found)
 
 
 def joined(trace: Trace, away: Away, ways: Ways, slack: Bytes) -> dict[int, Recompute] | None:
     """The replays, as many early as there is room for; None if that is none.
-
-    Those that save most seconds for their bytes come first.
 
     Parameters
     ----------
@@ -92,23 +101,25 @@ def joined(trace: Trace, away: Away, ways: Ways, slack: Bytes) -> dict[int, Reco
         Bytes left over during each op.
     """
     replays, nbytes = away.replays, ways.nbytes
-    slack, found = slack.copy(), dict[int, int]()
+    slack, found, branches = slack.copy(), dict[int, int](), Branches(trace, replays)
     back = {value: it.at for value, it in replays.items()}
     back |= {value: it.ready_by for value, it in away.moves.items()}
     back |= {value: it.decode_at for value, it in away.encoded.items()}
-    for value, at, _, _ in sorted(
-        branches(trace, replays), key=lambda it: (-it.seconds / nbytes[it.value], -it.at, it.value)
-    ):
-        last = replays[value].at
-        begun = all(back.get(source, at) <= at for source in sources(trace, replays[value]))
-        if value not in found and begun and (slack[at:last] >= nbytes[value]).all():
-            slack[at:last] -= nbytes[value]
-            found[value] = back[value] = at
+    for value in branches.order:
+        spared, _ = branches.spared(value, inf)
+        begun = max((back.get(it, 0) for it in sources(trace, replays[value])), default=0)
+        for at in sorted(spared, key=lambda it: (-spared[it], -it)):
+            there = slice(at, replays[value].at)
+            if at >= begun and (slack[there] >= nbytes[value]).all():
+                slack[there] -= nbytes[value]
+                found[value] = back[value] = at
+                branches.bring(value, at)
+                break
     return timed(trace, replays, found) if found else None
 
 
 def passed(
-    trace: Trace, away: Away, ways: Ways, slack: Bytes, reach: float
+    trace: Trace, away: Away, ways: Ways, slack: Bytes, wish: Wish
 ) -> dict[int, Recompute] | None:
     """The replays with what they pass held for those after them; None if there is no room.
 
@@ -116,8 +127,6 @@ def passed(
     ----------
     slack
         Bytes left over during each op.
-    reach
-        See `belady.planners.wish.Wish`.
     """
     replays, moves = away.replays, away.moves
     stays = held(trace, replays, passing(trace, replays), ways.nbytes, slack)
@@ -132,13 +141,14 @@ def passed(
                 return False
             if source in replays:
                 gap = (trace.values[source].first_read or 0) - at
-                return gap >= 0 and (gap <= reach or source in stays)
+                return gap >= 0 and (gap <= wish.reach or source in stays)
             there = moves[source].ready_by <= at if source in moves else True
             return there and ways.last_reads[source] >= at
 
         return ways.cheapest(value, usable) or replays[value]
 
-    return timed(trace, {value: shorter(value) for value in replays})
+    found = timed(trace, {value: shorter(value) for value in replays})
+    return early(trace, found, wish.early)
 
 
 def held(

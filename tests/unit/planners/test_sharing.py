@@ -17,7 +17,7 @@ from belady.planners import plan
 from belady.planners.mix import Mixer
 from belady.planners.moves import Case
 from belady.planners.replays import cheapest
-from belady.planners.sharing import branches, early, held, joined, passing, unshared
+from belady.planners.sharing import Branches, early, held, joined, passing, unshared
 from belady.planners.spread import boundary_times
 from belady.planners.ways import Ways
 from belady.planners.wish import Away, Wish
@@ -140,23 +140,22 @@ def test_what_others_run_all_the_same_is_spared_by_keeping_none(every_boundary: 
         assert spared == {value: it.ops for value, it in replays.items()}
 
 
-def forked(rest_us: int = 20, *, every_boundary: bool = True) -> tuple[Trace, Away]:
-    """Two values branch off after the same op of 400 us; the one read later takes ``rest_us``."""
+def forked(*rest_us: int, every_boundary: bool = True) -> tuple[Trace, Away]:
+    """Values that branch off after one op of 400 us, by others; the last of them is read first."""
     again = OpSpec(saves_input=False, device_us=400, replayable=True)
+    branch = [
+        replace(again, device_us=us, saves_output=True, branch=place)
+        for place, us in enumerate(rest_us)
+    ]
+    joins = [OpSpec(saves_input=False, join=True)] * (len(rest_us) - 1)
     trace = build_trace(
-        [
-            OpSpec(saves_input=False, saves_output=True),
-            again,
-            replace(again, device_us=rest_us, saves_output=True),
-            replace(again, device_us=20, saves_output=True, branch=1),
-            OpSpec(saves_input=False, join=True),
-        ],
+        [OpSpec(saves_input=False, saves_output=True), again, *branch, *joins],
         every_boundary=every_boundary,
     )
     replays = {
         value: replay for value in trace.saved if (replay := cheapest(trace, value)) is not None
     }
-    assert {it.at: it.ops for it in replays.values()} == {6: (1, 3), 7: (1, 2)}
+    assert {it.ops for it in replays.values()} == {(1, 2 + at) for at in range(len(rest_us))}
     return trace, Away({}, replays, {})
 
 
@@ -165,50 +164,68 @@ def made_at(replays: Mapping[int, Recompute] | None) -> list[int]:
     return sorted(it.at for it in replays.values())
 
 
-def test_a_replay_that_branches_off_can_come_early() -> None:
-    trace, away = forked()
-    (branch,) = branches(trace, away.replays)
-    later = max(away.replays, key=lambda value: away.replays[value].at)
-    assert branch[:2] == (later, 6)
-    assert branch.seconds == pytest.approx(400e-6)
-    assert branch.share == pytest.approx(400 / 420)
-    # It need not, where it is made at the same boundary anyway.
-    assert [*branches(trace, early(trace, away.replays, 1))] == []
-
-
-def test_behind_hooks_each_replay_is_alone() -> None:
-    trace, away = forked(every_boundary=False)
-    assert [*branches(trace, away.replays)] == []
-
-
-@pytest.mark.parametrize(
-    ("reach", "rest_us", "found"), [(0, 20, [6, 7]), (1, 20, [6, 6]), (1, 500, [6, 7])]
-)
-def test_replays_come_early_within_reach_where_they_run_little_else(
-    reach: int, rest_us: int, found: list[int]
-) -> None:
-    trace, away = forked(rest_us)
-    assert made_at(early(trace, away.replays, reach)) == found
-
-
-@pytest.mark.parametrize(("room", "found"), [(1024, [6, 6]), (1023, None)])
-def test_replays_come_early_as_far_as_there_is_room(room: int, found: list[int] | None) -> None:
-    trace, away = forked(500)
+def in_room(trace: Trace, away: Away, room: int) -> list[int] | None:
+    """When values are made again where there is so much room."""
     slack = np.full(len(trace.ops), room)
     ways = Ways(Case(trace, gpu(), Budget(1 << 30)), dict.fromkeys(away.replays, 1024))
     replays = joined(trace, away, ways, slack)
-    assert (None if replays is None else made_at(replays)) == found
     # What is made early takes nothing of what others are told is left.
     assert set(slack) == {room}
+    return None if replays is None else made_at(replays)
+
+
+def test_a_replay_that_branches_off_can_come_early() -> None:
+    trace, away = forked(20, 20)
+    branches = Branches(trace, away.replays)
+    first, later = branches.order
+    assert branches.spared(first, np.inf) == ({}, pytest.approx(420e-6))
+    assert branches.spared(later, np.inf) == (
+        {away.replays[first].at: pytest.approx(400e-6)},
+        pytest.approx(420e-6),
+    )
+    assert branches.spared(later, 0)[0] == {}
+    branches.bring(later, away.replays[first].at)
+    assert branches.spared(first, np.inf) == ({}, pytest.approx(20e-6))
+
+
+def test_what_shares_nothing_comes_no_earlier() -> None:
+    trace, away = forked(20, 20, every_boundary=False)
+    assert Branches(trace, away.replays).order == []
+    trace, away = forked(20, 20)
+    ops = [replace(op, mutates=(at == 3)) for at, op in enumerate(trace.ops)]
+    assert len(Branches(replace(trace, ops=tuple(ops)), away.replays).order) == 1
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_all_that_branch_off_come_to_where_the_first_one_is(count: int) -> None:
+    trace, away = forked(*[20] * count)
+    first = made_at(away.replays)[0]
+    assert made_at(early(trace, away.replays, 100)) == [first] * count
+    assert in_room(trace, away, 1 << 20) == [first] * count
+
+
+@pytest.mark.parametrize(("reach", "rest_us", "comes"), [(0, 20, 0), (1, 20, 1), (1, 500, 0)])
+def test_replays_come_early_within_reach_where_they_run_little_else(
+    reach: int, rest_us: int, comes: int
+) -> None:
+    trace, away = forked(rest_us, 20)
+    first, later = made_at(away.replays)
+    assert made_at(early(trace, away.replays, reach)) == [first, later - comes]
+
+
+@pytest.mark.parametrize(("room", "comes"), [(1024, True), (1023, False)])
+def test_replays_come_early_as_far_as_there_is_room(room: int, comes: bool) -> None:
+    trace, away = forked(500, 20)
+    assert in_room(trace, away, room) == ([made_at(away.replays)[0]] * 2 if comes else None)
 
 
 def test_a_replay_waits_for_what_it_starts_from() -> None:
-    trace, away = forked(500)
+    trace, away = forked(500, 20)
     (source,) = set(trace.saved) - set(away.replays)
-    ways = Ways(Case(trace, gpu(), Budget(1 << 30)), dict.fromkeys(away.replays, 1024))
-    slack = np.full(len(trace.ops), 1 << 20)
-    late = Away({source: Offload(Tier.HOST, 0, 1, 6, 7)}, away.replays, {})
-    assert joined(trace, late, ways, slack) is None
+    first, later = made_at(away.replays)
+    for ready_by, found in ((later, None), (first, [first, first])):
+        moves = {source: Offload(Tier.HOST, 0, 1, first, ready_by)}
+        assert in_room(trace, replace(away, moves=moves), 1 << 20) == found
 
 
 def test_in_a_plan_an_op_of_two_values_runs_again_once() -> None:
