@@ -75,7 +75,7 @@ class Mixer:
         self._largest = max(self.ways.nbytes.values(), default=0)
         self._moving = 1 - np.array(still_ops(case.trace), dtype=np.int64)
         self._begun: dict[Wish, Fitting | None] = {}
-        self._shared: dict[tuple[Sequence[Assignment], float, float], Plan | None] = {}
+        self._shared: dict[tuple[Sequence[Assignment], float, float, float], Plan | None] = {}
         often = _REPAIR_OPS // max(1, len(case.trace.ops))
         self._repairs = max(_REPAIRS_LEAST, min(_REPAIRS_MOST, often))
 
@@ -144,7 +144,7 @@ class Mixer:
         away = Away(spread.moves, left, encoded)
         plan = assemble(self._case, self.draft(away))
         # Mixes are often alike.
-        alike = plan.assignments, wish.reach, wish.spare
+        alike = plan.assignments, wish.reach, wish.early, wish.spare
         if alike not in self._shared:
             self._shared[alike] = self._sharing(plan, wish, away)
         sharing = self._shared[alike]
