@@ -48,7 +48,7 @@ def unissued(trace: Trace) -> Trace:
 def freed(trace: Trace, hardware: HardwareProfile, plan: Plan) -> tuple[float, float]:
     """Seconds foretold of an iteration under the plan if no host were ever late, and with one.
 
-    Launches gain at most what lies between.
+    What lies between is what launches of this plan could gain; another one may be faster anyway.
     """
     alone = replace(trace, ops=tuple(replace(op, host_seconds=0.0) for op in trace.ops))
     without = iteration_seconds(alone, _unissuing(hardware), plan)
