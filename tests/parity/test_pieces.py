@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from torch import Tensor
 
 import belady
+from belady.measure import monitor
+from belady.measure.stages import Stage
 from belady.memory import piece
 from belady.memory.piece import Piece
 from belady.simulate.stretch import Event
 from tests.support.models import CNN
-from tests.support.training import Step, Training, plain, repeatable, short_at_the_end
+from tests.support.training import (
+    Step,
+    Training,
+    differences,
+    plain,
+    repeatable,
+    short_at_the_end,
+)
 
 ITERATIONS = range(12)
 
@@ -63,3 +74,32 @@ def test_nobody_is_listened_to_in_the_end(engine: str, step: Step, made: list[Li
             training.run(step, ITERATIONS)
         assert any(it.begun for it in made)
         assert not any(it.open for it in made)
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_steady_iterations_in_which_the_allocator_flushes_are_verified_again(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: list[Stage] = []
+    flushes = count()
+
+    def retries(_device: torch.device) -> int:
+        return next(flushes) if 7 <= len(stages) < 9 else 0
+
+    monkeypatch.setattr(monitor, "_retries", retries)
+    with repeatable():
+        expected = Training(CNN).run(plain, range(14)).outcome()
+        training = Training(CNN)
+        with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine=engine) as vm:
+
+            def step(it: Training, index: int) -> list[Tensor]:
+                losses = plain(it, index)
+                (kind,) = vm._tracker.conductor._kinds.values()
+                stages.append(kind.stage)
+                return losses
+
+            training.run(step, range(14))
+        assert differences(expected, training.outcome()) == []
+    assert stages[6] is Stage.STEADY
+    assert Stage.VERIFYING in stages[7:11]
+    assert stages[-1] is Stage.STEADY

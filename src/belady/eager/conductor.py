@@ -27,9 +27,9 @@ from belady.measure.key import Key, parameters_of, walk
 from belady.measure.monitor import Monitor, Sample
 from belady.measure.observation import Observation
 from belady.measure.observe import undisturbed
-from belady.measure.progress import all_kept
 from belady.measure.restraint import Restrained
 from belady.measure.stages import Policy, Stage
+from belady.measure.trial import all_kept
 from belady.measure.trials import Trials
 from belady.memory.algorithms import available
 from belady.memory.apart import Apart
@@ -252,7 +252,7 @@ class Conductor:
     @property
     def verified(self) -> bool | None:
         """Whether measured peaks kept to the budget; None before anything was verified."""
-        return all_kept(self._kinds.values())
+        return all_kept(kind.trial for kind in self._kinds.values())
 
     def _observation(self, kind: Kind, key: Key, module: torch.nn.Module) -> Observation | None:
         device = self.carrier.device
@@ -268,7 +268,7 @@ class Conductor:
             return observation
         if kind.shows_beside:
             return Observation(device, clock_for(device), self._modules)
-        if kind.stage is Stage.SETTLING and device.type == "cpu":
+        if kind.stage is Stage.SETTLING and kind.measured is None and device.type == "cpu":
             # A CPU has no allocator that counts: the peak is seen by watching storages.
             return Observation(device, NoClock(), self._modules)
         return None

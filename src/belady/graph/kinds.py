@@ -10,7 +10,7 @@ from belady.graph.contents import Place
 from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn
 from belady.graph.program import Program, program_of
-from belady.graph.prospect import Prospect
+from belady.graph.prospect import Prospect, Way
 from belady.graph.seams import told_at
 from belady.graph.segments import Fuse
 from belady.ir.plan import Plan
@@ -119,6 +119,11 @@ class Kind(Progress):
         """The stage that users are told: what is still to be tried is not steady."""
         tried = self.stage is Stage.STEADY and self.prospect.open
         return Stage.VERIFYING if tried else self.stage
+
+    @property
+    def issued(self) -> bool:
+        """Whether its steady iterations are issued op by op."""
+        return self.prospect.way is Way.ISSUED
 
     def same(self, graphs: Sequence[Captured], order: Order) -> bool:
         """Whether an iteration went as this kind goes."""

@@ -282,7 +282,7 @@ class Planning:
         kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse, place=place)
         self.launching.begin(kind)
         kind.begin(trial, drawn.trace, self._carrier)
-        if self._carrier.device.type == "cpu" and kind.stage is Stage.SETTLING:
+        if self._carrier.device.type == "cpu" and trial.measured is None:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)
 
 

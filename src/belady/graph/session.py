@@ -25,8 +25,8 @@ from belady.graph.watching import Watched
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.measure.monitor import Monitor, Sample
-from belady.measure.progress import all_kept
 from belady.measure.stages import Policy, Stage
+from belady.measure.trial import all_kept
 from belady.memory.carrier import Carrier
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Session:
     @property
     def verified(self) -> bool | None:
         """Whether measured peaks kept to the budget; None before anything was verified."""
-        return all_kept(self._kinds.values())
+        return all_kept(kind.trial for kind in self._kinds.values())
 
     def run(self, versions: tuple[tuple[str, str], ...] = ()) -> Run | None:
         """Everything known of the kind of iteration that ran last under a plan, or None."""

@@ -1,6 +1,7 @@
 """How long iterations take and what they hold, at a stated price.
 
-Level 0 takes two events an iteration and is on always. Level 1 also resets the allocator's peak
+Level 0 takes two events an iteration, asks the allocator at both ends how often it has flushed its
+cache, and is on always. Level 1 also resets the allocator's peak
 statistics at the start of an iteration, times every wait and, where hooks are off otherwise, every
 save behind them, and takes an event where a phase begins, two more in an iteration of one pass, in
 one of graphs also at each boundary that is passed; it is on while a plan is verified.
@@ -132,7 +133,7 @@ class Monitor:
             self.carrier.reset_counters()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-                self._retries = _retries(self.device)
+        self._retries = _retries(self.device)
         pace = self.carrier.pace() if paced and level == 1 else None
         return Sample(self._now(), tape=tape, now=self._now if level else None, pace=pace)
 
@@ -144,6 +145,7 @@ class Monitor:
         if sample.tape is not None:
             sample.tape.anchor(END)
         self.carrier.stop_recording()
+        sample.retries = _retries(self.device) - self._retries
         if self._level:
             self._count(sample)
             self.carrier.measure_stalls = self.device.type != "cuda"
@@ -190,7 +192,6 @@ class Monitor:
             managed = carrier.paging.peak_here_bytes
             device_peak = torch.cuda.max_memory_allocated(self.device) + managed
             sample.reserved_bytes = torch.cuda.max_memory_reserved(self.device) + managed
-            sample.retries = _retries(self.device) - self._retries
         sample.peaks = (
             TierPeak(Tier.DEVICE, device_peak),
             TierPeak(Tier.HOST, carrier.peak_host_bytes),
@@ -261,4 +262,7 @@ def _between(begun: Moment, ended: Moment | None) -> float:
 
 
 def _retries(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    """How often torch's allocator has flushed its cache; some microseconds, as nothing else."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))

@@ -3,18 +3,18 @@
 A kind is observed twice at the floor (the first iteration of a process times library start-up, and
 creates optimizer state), then planned; the plan settles in one iteration, or in two where it asks
 convolutions for less workspace, in one more shows how fast kernels are that nobody has watched, is
-verified in the next ones, and is then left alone, or corrected and verified again.
+verified in the next ones, and is then left alone, or corrected and verified again. Where a steady
+plan loses time to the allocator it is verified once more: what was measured of it holds no longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from belady.ir.curves import host_room, managed_room
 from belady.ir.legality import check
 from belady.ir.plan import Workspace
 from belady.ir.run import Run
@@ -23,6 +23,7 @@ from belady.ir.trace import Trace
 from belady.measure.algorithms import with_beside
 from belady.measure.events import with_events
 from belady.measure.monitor import Sample, summarize
+from belady.measure.room import claimed, piece_for
 from belady.measure.stages import Stage
 from belady.measure.tightening import NOTHING
 from belady.measure.trial import Trial
@@ -32,7 +33,8 @@ from belady.memory.paging import Claim
 from belady.memory.piece import Piece
 from belady.planners.workspace import as_run
 from belady.simulate import simulate
-from belady.simulate.blocks import in_blocks
+
+_log = logging.getLogger("belady")
 
 # Iterations in a row that went otherwise than planned, after which a kind is observed again.
 _DEVIATIONS = 2
@@ -40,6 +42,8 @@ _DEVIATIONS = 2
 _OBSERVED = 12
 # Most iterations that show nothing of a plan, since the allocator flushed its cache in them.
 _FLUSHED = 2
+# How often a kind whose iterations were steady is verified again.
+_AGAIN = 3
 
 
 @dataclass
@@ -74,6 +78,8 @@ class Progress:
         Whether the device ran out of memory in the last iteration.
     piece
         What the plan in force takes its blocks from.
+    again
+        How often steady iterations were verified again.
     """
 
     stage: Stage = Stage.WARM
@@ -90,6 +96,12 @@ class Progress:
     flushed: int = 0
     starved: bool = False
     piece: Piece = field(default_factory=partial(Piece, torch.device("cpu"), 0))
+    again: int = 0
+
+    @property
+    def issued(self) -> bool:
+        """Whether steady iterations are issued op by op, as those that verify a plan are."""
+        return True
 
     @property
     def watched(self) -> bool:
@@ -123,12 +135,8 @@ class Progress:
     def seen(self, *, alike: bool, usable: bool = True) -> bool:
         """Count an iteration that was observed; whether it is time to plan.
 
-        Parameters
-        ----------
-        alike
-            Whether it went as the one before.
-        usable
-            Whether the next can be compared with it.
+        ``alike`` says whether it went as the one before, ``usable`` whether the next can be
+        compared with it.
         """
         self.observed += 1
         if self.stage is Stage.TIMED and alike:
@@ -141,7 +149,7 @@ class Progress:
         return False
 
     def begin(self, trial: Trial, trace: Trace, carrier: Carrier) -> None:
-        """Put a plan in force; one that was measured before is not verified again.
+        """Put a plan in force; one that was measured before settles, and is not verified again.
 
         Raises
         ------
@@ -150,25 +158,16 @@ class Progress:
         TierFullError, TierError
             If host memory, or managed memory, is not to be had.
         """
-        plan, allocator = trial.plan, trial.hardware.allocator
-        verdict = check(trace, trial.hardware, plan, plan.budget)
-        managed = managed_room(trace, plan, allocator)
-        if plan.moves_nothing:
-            self._give_up()
-        else:
-            pinned, blocks = host_room(trace, plan)
-            carrier.reserve(pinned)
-            before, self.claim = self.claim, carrier.paging.claim(blocks, managed)
-            if before is not None:
-                before.close()
-        foretold = in_blocks(trace, plan, allocator).nbytes if carrier.device.type == "cuda" else 0
-        room = trial.room(verdict.peak_bytes, foretold) - managed
+        verdict = check(trace, trial.hardware, trial.plan, trial.plan.budget)
+        before, self.claim = self.claim, claimed(trial, trace, carrier)
+        if before is not None:
+            before.close()
         self.piece.close()
-        self.piece = Piece(carrier.device, room, trial.holes)
+        self.piece = piece_for(trial, trace, verdict.peak_bytes, carrier)
         self.trial, self.begun = trial, False
         self.samples, self.paced = [], []
         self.peak_bytes = self.flushed = 0
-        self.stage = Stage.SETTLING if trial.measured is None else Stage.STEADY
+        self.stage = Stage.SETTLING
 
     def went_otherwise(self) -> None:
         """Count an iteration that did not go as planned; after some, the kind is observed again."""
@@ -179,22 +178,23 @@ class Progress:
     def went_as_planned(self, sample: Sample, peak_bytes: int = 0) -> bool:
         """Count an iteration that did; whether it was the last one that verifies the plan.
 
-        Parameters
-        ----------
-        peak_bytes
-            0 unless it was watched.
+        ``peak_bytes`` is 0 unless it was watched.
         """
         self.deviations = 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        if self.stage is Stage.STEADY and sample.retries and self.issued and self.again < _AGAIN:
+            self._verify_again()
         shown = self.stage in (Stage.PACED, Stage.VERIFYING)
         flushed = shown and sample.retries > 0 and self.flushed < _FLUSHED
         self.piece.went(flushed=flushed)
         if self.stage is Stage.SETTLING:
-            if self.begun or not self._leaner:
+            known = self.measured is not None
+            if self.begun or known or not self._leaner:
                 # Libraries that tried algorithms have left memory in pieces that no later
                 # iteration has a use for.
                 self.piece.clear()
-                self.stage = Stage.PACED if self.unwatched else Stage.VERIFYING
+                follows = Stage.PACED if self.unwatched else Stage.VERIFYING
+                self.stage = Stage.STEADY if known else follows
             self.begun = True
         elif flushed:
             self.samples, self.flushed = [], self.flushed + 1
@@ -205,6 +205,11 @@ class Progress:
             self.samples.append(sample)
             return len(self.samples) == VERIFIED
         return False
+
+    def _verify_again(self) -> None:
+        _log.info("the allocator flushes its cache: what was steady is verified again")
+        self.stage, self.again = Stage.VERIFYING, self.again + 1
+        self.samples, self.paced, self.flushed = [], [], 0
 
     def learn(self, trace: Trace, seen: Trace | None) -> Trace:
         """The trace with what an observed iteration that `shows_beside` showed of its convolutions.
@@ -247,6 +252,7 @@ class Progress:
         measured = summarize(self.samples, self.peak_bytes, defaults)
         shown = self.paced + self.samples
         trial = replace(self.trial, holes=self.piece.holes)
+        self.tried = self._others(trial)
         self.trial = verification.verified(trial, trace, measured, shown)
         self.tried.append(self.trial)
         self.stage = Stage.STEADY
@@ -263,8 +269,12 @@ class Progress:
         if self.trial is None:
             return None
         lost = replace(self.trial, measured=NOTHING)
-        self.tried = [it for it in self.tried if it.plan is not lost.plan] + [lost]
+        self.tried = [*self._others(lost), lost]
         return verification.tighter(trace, self.tried, *numerics)
+
+    def _others(self, trial: Trial) -> list[Trial]:
+        """What was tried, without what was measured of the same plan before."""
+        return [it for it in self.tried if it.plan is not trial.plan]
 
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
@@ -287,9 +297,3 @@ class Progress:
         plan, hardware = self.trial.plan, self.trial.hardware
         predicted = simulate(trace, hardware, plan)
         return Run(trace, hardware, plan, predicted, self.trial.measured, notes, versions)
-
-
-def all_kept(kinds: Iterable[Progress]) -> bool | None:
-    """Whether all measured peaks kept to the budget; None before anything was verified."""
-    done = [kind.trial.keeps() for kind in kinds if kind.trial and kind.trial.measured]
-    return all(done) if done else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from belady.ir.hardware import HardwareProfile
@@ -59,6 +59,12 @@ class Trial:
         return m is None or max(m.peak(Tier.DEVICE), m.reserved_bytes) <= (
             self.plan.budget.device_bytes
         )
+
+
+def all_kept(trials: Iterable[Trial | None]) -> bool | None:
+    """Whether all measured peaks kept to the budget; None before anything was verified."""
+    done = [it.keeps() for it in trials if it and it.measured]
+    return all(done) if done else None
 
 
 def best(tried: Sequence[Trial]) -> Trial:

@@ -280,3 +280,75 @@ def test_what_memory_was_divided_into_is_kept_with_a_plan_that_was_measured() ->
     nothing = replace(kind.trial.plan, assignments=())
     again.begin(replace(kind.trial, plan=nothing), TRACE, carrier)
     assert again.piece.holes == (3 * MIB,)
+
+
+class Launched(Progress):
+    """A kind whose steady iterations are not issued."""
+
+    @property
+    def issued(self) -> bool:
+        return False
+
+
+FLUSHING = Sample(0.0, 9.0, retries=1)
+
+
+def steady(cls: type[Progress] = Progress) -> Progress:
+    """A kind whose plan was verified, in iterations of a second."""
+    kind = cls(Stage.SETTLING, Trial(PLAN, HARDWARE, "baseline"))
+    for _ in range(3):
+        ended = kind.went_as_planned(SAMPLE)
+    assert ended
+    kind.conclude(Shown(), TRACE, ())
+    assert kind.stage is Stage.STEADY
+    return kind
+
+
+def test_steady_iterations_that_lose_time_to_the_allocator_are_verified_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind, cleared = steady(), list[None]()
+    monkeypatch.setattr(Piece, "clear", lambda _: cleared.append(None))
+    kind.went_as_planned(SAMPLE)
+    assert (kind.stage, cleared) == (Stage.STEADY, [])
+    ended = [kind.went_as_planned(FLUSHING) for _ in range(4)]
+    # In the first two memory is set aside anew, and divided; the others show what that helps.
+    assert ended == [False, False, False, True]
+    assert len(cleared) == 2
+    kind.conclude(Shown(), TRACE, ())
+    assert kind.stage is Stage.STEADY
+    assert kind.measured is not None
+    assert kind.measured.allocation_retries == 2
+    # What was measured of the same plan before holds no longer.
+    assert kind.tried == [kind.trial]
+
+
+def test_what_loses_time_again_and_again_is_left_alone_in_the_end() -> None:
+    kind, concluded = steady(), 0
+    for _ in range(40):
+        if kind.went_as_planned(FLUSHING):
+            kind.conclude(Shown(), TRACE, ())
+            concluded += 1
+    assert concluded == 3
+    assert kind.stage is Stage.STEADY
+
+
+def test_what_is_launched_is_not_verified_as_issued() -> None:
+    kind = steady(Launched)
+    kind.went_as_planned(FLUSHING)
+    assert kind.stage is Stage.STEADY
+
+
+def test_a_plan_that_comes_back_settles_and_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, cleared = steady().trial, list[None]()
+    assert known is not None
+    carrier = cast(Carrier, SimpleNamespace(device=torch.device("cpu"), reserve=lambda _: None))
+    kind = Progress(Stage.STEADY, unwatched=True)
+    kind.begin(replace(known, plan=replace(PLAN, assignments=())), TRACE, carrier)
+    monkeypatch.setattr(Piece, "clear", lambda _: cleared.append(None))
+    assert kind.stage is Stage.SETTLING
+    kind.went_as_planned(FLUSHING)
+    assert (kind.stage, cleared) == (Stage.STEADY, [None])
+    assert kind.measured is known.measured
