@@ -22,8 +22,10 @@ from belady.simulate.engine import kernel_seconds
 _HOST_AGREES = 0.95
 _ISSUE_AGREES = 0.8
 # An iteration shorter than that share of the predicted one, or one that waits longer for copies, by
-# that share of it; what its links are then tried as.
+# that share of it. By how much of what it is shorter it waits less, at least. What its links are
+# then tried as.
 _LINKS_AGREE, _STALLS_AGREE = 0.8, 0.01
+_WAITS = 0.5
 _FASTER = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _SLOWER = tuple(0.98**step for step in range(1, 20))
 # Of all kernels: what is too little to correct, and what no clock explains.
@@ -120,7 +122,10 @@ def with_links_of(
     sample = min(shown, key=lambda it: it.seconds)
     excess = predicted.seconds - sample.seconds
     waited = sample.stall_seconds - predicted.stall_seconds
-    if 0 < sample.seconds < _LINKS_AGREE * predicted.seconds and predicted.stall_seconds >= excess:
+    # Links are why an iteration is short only where it also waits less for them, by about as much:
+    # of kernels that nobody has watched those between boundaries may look slow for other reasons.
+    shorter = 0 < sample.seconds < _LINKS_AGREE * predicted.seconds
+    if shorter and predicted.stall_seconds >= excess and -waited >= _WAITS * excess:
         found = _first(
             _FASTER,
             lambda times: _with_links(trace, plan, hardware, times).seconds <= sample.seconds,

@@ -216,6 +216,9 @@ def test_links_that_were_measured_while_others_used_them_are_faster() -> None:
     found = with_links_of(TRACE_FAST, plan, slow, [timed(truth.seconds), timed(99.0)])
     assert found is not None
     assert simulate(TRACE_FAST, found, plan).seconds <= truth.seconds
+    # One that waits for them as long as predicted is shorter for another reason.
+    waits_still = replace(timed(truth.seconds), stall_seconds=0.9 * waits.stall_seconds)
+    assert with_links_of(TRACE_FAST, plan, slow, [waits_still]) is None
     # No faster than it takes.
     assert found.links[0].duplex_bytes_per_s <= gpu().links[0].duplex_bytes_per_s * 1.5
 

@@ -28,7 +28,8 @@ def tried(seconds: float, flushes: int = 0, reserved: int = 0) -> Trial:
     measured = Measured(
         1, seconds, (seconds,), (TierPeak(Tier.DEVICE, 1),), reserved, allocation_retries=flushes
     )
-    return Trial(PLAN, gpu(), "baseline", measured)
+    # Each has a plan of its own.
+    return Trial(replace(PLAN), gpu(), "baseline", measured)
 
 
 @pytest.mark.parametrize(("flushing", "stays"), [(0.6, True), (0.7, False), (1.1, False)])
