@@ -14,6 +14,7 @@ import torch
 
 import belady
 from belady.errors import InfeasibleBudgetError
+from belady.graph.told import NOTE
 from belady.ir.plan import Budget
 from belady.ir.run import Run
 from belady.ir.timeline import Measured
@@ -194,7 +195,8 @@ def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
     with _virtual(work, method, cap) as (vm, session):
 
         def facts() -> Record:
-            # Recorded after all that is timed: what each copy took.
+            # After all that is timed, and what that may have had verified again: each copy.
+            session.warm_up()
             vm.record()
             begun = time.perf_counter()
             session.iterate(1)
@@ -282,8 +284,6 @@ def _of_measured(run: Run, policy: str) -> Record:
         "defaults": list(measured.defaults),
         "lanes": lane_rates(run, measured.spans),
     }
-    from belady.graph.told import NOTE
-
     if any(note.startswith(NOTE) for note in run.notes):
         # Launches take nothing from torch's allocator: it counted them when they were captured.
         record["peak_allocated_bytes"] = measured.peak(Tier.DEVICE)

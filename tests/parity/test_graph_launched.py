@@ -371,6 +371,11 @@ def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.Monkey
     assert 0 < asked[1] - asked[0] < asked[0]
 
 
+def another(trial: Trial) -> Trial:
+    """A plan that was not measured, with the same decisions."""
+    return replace(trial, plan=replace(trial.plan), measured=None)
+
+
 @pytest.mark.parametrize("calm", [False, True])
 def test_launches_are_weighed_when_an_iteration_without_flushes_has_been_seen(
     calm: bool, monkeypatch: pytest.MonkeyPatch
@@ -391,7 +396,7 @@ def test_launches_are_weighed_when_an_iteration_without_flushes_has_been_seen(
     ) -> tuple[Trace, Trial]:
         # Another plan until the last that may be measured.
         trace, found = chosen(self, trace, tried, *given)
-        return trace, replace(tried[0], measured=None) if len(tried) < 3 else found
+        return trace, another(tried[0]) if len(tried) < 3 else found
 
     def note(self: Verification, *given: Any) -> Any:
         asked.append(len(flushes))
@@ -422,7 +427,7 @@ def test_nothing_is_launched_that_nobody_has_weighed(monkeypatch: pytest.MonkeyP
         # Where there is no other tier, that one counts as such.
         tiers = {Tier.HOST} if on_disk else {Tier.HOST, Tier.DISK}
         monkeypatch.setattr(launching, "_TIERS", tiers)
-        return trace, replace(tried[0], measured=None) if on_disk else tried[0]
+        return trace, another(tried[0]) if on_disk else tried[0]
 
     monkeypatch.setattr(Verification, "verified", flushing)
     monkeypatch.setattr(Verification, "chosen", other)

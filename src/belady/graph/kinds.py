@@ -122,8 +122,8 @@ class Kind(Progress):
 
     @property
     def issued(self) -> bool:
-        """Whether its steady iterations are issued op by op."""
-        return self.prospect.way is Way.ISSUED
+        """Whether its steady iterations are issued op by op, and the plan in force stays."""
+        return self.prospect.way is Way.ISSUED and self.prospect.instead is None
 
     def same(self, graphs: Sequence[Captured], order: Order) -> bool:
         """Whether an iteration went as this kind goes."""

@@ -126,10 +126,7 @@ def with_links_of(
     # of kernels that nobody has watched those between boundaries may look slow for other reasons.
     shorter = 0 < sample.seconds < _LINKS_AGREE * predicted.seconds
     if shorter and predicted.stall_seconds >= excess and -waited >= _WAITS * excess:
-        found = _first(
-            _FASTER,
-            lambda times: _with_links(trace, plan, hardware, times).seconds <= sample.seconds,
-        )
+        found = _first(_FASTER, lambda times: _explain(sample, trace, plan, hardware, times))
         return _all_times(hardware, found or _FASTER[-1])
     if min(waited, -excess) > _STALLS_AGREE * predicted.seconds:
         found = _first(
@@ -143,6 +140,14 @@ def with_links_of(
             return None
         return _all_times(hardware, found or _SLOWER[-1])
     return None
+
+
+def _explain(
+    sample: Sample, trace: Trace, plan: Plan, hardware: HardwareProfile, times: float
+) -> bool:
+    """Whether links that many times as fast are enough for how long it took, or it waited."""
+    found = _with_links(trace, plan, hardware, times)
+    return found.seconds <= sample.seconds or found.stall_seconds <= sample.stall_seconds
 
 
 def _first(factors: Sequence[float], agrees: Callable[[float], bool]) -> float | None:

@@ -262,7 +262,7 @@ def _between(begun: Moment, ended: Moment | None) -> float:
 
 
 def _retries(device: torch.device) -> int:
-    """How often torch's allocator has flushed its cache; some microseconds, as nothing else."""
+    """How often torch's allocator has flushed its cache; `memory_stats` would take longer."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))

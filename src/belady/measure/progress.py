@@ -27,6 +27,7 @@ from belady.measure.room import claimed, piece_for
 from belady.measure.stages import Stage
 from belady.measure.tightening import NOTHING
 from belady.measure.trial import Trial
+from belady.measure.unrest import Asks, Unrest
 from belady.measure.verification import VERIFIED, Verification
 from belady.memory.carrier import Carrier
 from belady.memory.paging import Claim
@@ -42,8 +43,6 @@ _DEVIATIONS = 2
 _OBSERVED = 12
 # Most iterations that show nothing of a plan, since the allocator flushed its cache in them.
 _FLUSHED = 2
-# How often a kind whose iterations were steady is verified again.
-_AGAIN = 3
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Progress:
     samples
         Of the iterations that verify the plan in force.
     paced
-        Of the one before them that showed how fast kernels are, if there was one.
+        Of the one before them that showed how fast kernels are.
     unwatched
         Whether kernels under a plan are others than those that were watched.
     peak_bytes
@@ -78,8 +77,8 @@ class Progress:
         Whether the device ran out of memory in the last iteration.
     piece
         What the plan in force takes its blocks from.
-    again
-        How often steady iterations were verified again.
+    unrest
+        What steady iterations ask for.
     """
 
     stage: Stage = Stage.WARM
@@ -96,7 +95,7 @@ class Progress:
     flushed: int = 0
     starved: bool = False
     piece: Piece = field(default_factory=partial(Piece, torch.device("cpu"), 0))
-    again: int = 0
+    unrest: Unrest = field(default_factory=Unrest)
 
     @property
     def issued(self) -> bool:
@@ -110,11 +109,13 @@ class Progress:
 
     @property
     def shows_beside(self) -> bool:
-        """Whether the next iteration shows what convolutions take beside, if it is observed.
-
-        In the first under a plan that asks for less workspace cuDNN still makes its choices.
-        """
+        """Whether the next iteration shows what convolutions take beside, if it is observed."""
+        # In the first under a plan that asks for less workspace cuDNN still makes its choices.
         return self.stage is Stage.SETTLING and self.begun and self._leaner
+
+    @property
+    def _verifying(self) -> Stage:
+        return Stage.PACED if self.unwatched else Stage.VERIFYING
 
     @property
     def _leaner(self) -> bool:
@@ -130,7 +131,7 @@ class Progress:
         if self.stage is not Stage.STEADY:
             return 1
         moves = self.trial is not None and not self.trial.plan.moves_nothing
-        return 2 if recording and moves else 0
+        return 2 if (recording or self.unrest.record) and moves else 0
 
     def seen(self, *, alike: bool, usable: bool = True) -> bool:
         """Count an iteration that was observed; whether it is time to plan.
@@ -142,8 +143,7 @@ class Progress:
         if self.stage is Stage.TIMED and alike:
             return True
         if self.observed >= _OBSERVED:
-            # No two alike: it stays at the floor, which needs no plan.
-            self.stage = Stage.STEADY
+            self.stage = Stage.STEADY  # no two alike: it stays at the floor, which needs no plan
         else:
             self.stage = Stage.TIMED if usable else Stage.WARM
         return False
@@ -182,8 +182,8 @@ class Progress:
         """
         self.deviations = 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        if self.stage is Stage.STEADY and sample.retries and self.issued and self.again < _AGAIN:
-            self._verify_again()
+        if self.stage is Stage.STEADY and self.issued:
+            self._heed(sample)
         shown = self.stage in (Stage.PACED, Stage.VERIFYING)
         flushed = shown and sample.retries > 0 and self.flushed < _FLUSHED
         self.piece.went(flushed=flushed)
@@ -193,8 +193,7 @@ class Progress:
                 # Libraries that tried algorithms have left memory in pieces that no later
                 # iteration has a use for.
                 self.piece.clear()
-                follows = Stage.PACED if self.unwatched else Stage.VERIFYING
-                self.stage = Stage.STEADY if known else follows
+                self.stage = Stage.STEADY if known else self._verifying
             self.begun = True
         elif flushed:
             self.samples, self.flushed = [], self.flushed + 1
@@ -206,16 +205,22 @@ class Progress:
             return len(self.samples) == VERIFIED
         return False
 
-    def _verify_again(self) -> None:
-        _log.info("the allocator flushes its cache: what was steady is verified again")
-        self.stage, self.again = Stage.VERIFYING, self.again + 1
-        self.samples, self.paced, self.flushed = [], [], 0
+    def _heed(self, sample: Sample) -> None:
+        """Do what a steady iteration asks for."""
+        measured = self.measured
+        known = measured is not None and measured.allocation_retries > 0
+        asks = self.unrest.asks(flushed=sample.retries > 0, known=known)
+        if asks is Asks.ROOM:
+            self.piece.clear()
+        elif asks is Asks.VERIFYING:
+            _log.info("the allocator flushes its cache: what was steady is verified again")
+            self.unrest.record = measured is not None and measured.recorded > 0
+            self.stage = self._verifying
+            self.samples, self.paced, self.flushed = [], [], 0
+            self.piece.forget()
 
     def learn(self, trace: Trace, seen: Trace | None) -> Trace:
-        """The trace with what an observed iteration that `shows_beside` showed of its convolutions.
-
-        From then on the plan in force names what really runs, and so does what is predicted of it.
-        """
+        """The trace with what an iteration that `shows_beside` showed; the plan names what runs."""
         learned = None if seen is None else with_beside(trace, seen)
         if learned is None or self.trial is None:
             return trace
@@ -228,7 +233,7 @@ class Progress:
             return False
         measured = with_events(self.trial.measured, sample.tape)
         measured = replace(measured, recorded=sample.number, recorded_seconds=sample.seconds)
-        self.trial = replace(self.trial, measured=measured)
+        self.trial, self.unrest.record = replace(self.trial, measured=measured), False
         return True
 
     def conclude(
@@ -240,12 +245,8 @@ class Progress:
     ) -> tuple[Trace, Trial | None]:
         """The trace as it is now known, and what to put in force; None if the plan stays.
 
-        Parameters
-        ----------
-        numerics
-            What can change a bit besides the settings of a plan.
-        defaults
-            Saves that did not match the plan, by reason.
+        ``numerics`` says what can change a bit besides the settings of a plan, ``defaults`` how
+        often saves did not match it, by reason.
         """
         if self.trial is None:
             return trace, None
@@ -279,8 +280,8 @@ class Progress:
     def observe_again(self) -> None:
         """Forget the plan: the program has changed."""
         self._give_up()
-        self.stage, self.trial, self.deviations = Stage.WARM, None, 0
-        self.tried, self.samples, self.peak_bytes = [], [], 0
+        self.stage, self.trial, self.unrest = Stage.WARM, None, Unrest()
+        self.tried, self.samples, self.peak_bytes, self.deviations = [], [], 0, 0
 
     def _give_up(self) -> None:
         self.piece.close()

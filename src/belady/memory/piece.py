@@ -53,6 +53,10 @@ class Piece:
         if self._suits is None:
             self._ledger.begin()
 
+    def forget(self) -> None:
+        """What was heard of an iteration does not hold any more: the next flush is a first one."""
+        self._suits = None
+
     def close(self) -> None:
         """Listen no more."""
         self._ledger.drop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 import belady
 from belady.errors import InfeasibleBudgetError
 from belady.graph.kinds import Kind
+from belady.graph.prospect import Prospect, Way
 from belady.graph.session import Session
 from belady.ir.run import Run
 from belady.ir.timeline import Measured, TierPeak
@@ -110,3 +111,13 @@ def test_a_peak_above_the_budget_is_answered_with_a_leaner_plan(
     assert not first.keeps()
     assert run.plan != first.plan
     assert "were predicted: tried with a margin larger by the difference" in run.notes[0]
+
+
+def test_a_plan_that_waits_to_be_replaced_is_not_verified_again() -> None:
+    kind = Kind()
+    assert kind.issued
+    # After a launch that was not worth it, until the next iteration begins.
+    kind.prospect.instead = cast(Any, object())
+    assert not kind.issued
+    kind.prospect = Prospect(way=Way.TRIED)
+    assert not kind.issued

@@ -219,6 +219,13 @@ def test_links_that_were_measured_while_others_used_them_are_faster() -> None:
     # One that waits for them as long as predicted is shorter for another reason.
     waits_still = replace(timed(truth.seconds), stall_seconds=0.9 * waits.stall_seconds)
     assert with_links_of(TRACE_FAST, plan, slow, [waits_still]) is None
+    # Where something else makes it shorter, too, links are as fast as its waits say.
+    faster = replace(slow, links=tuple(_slower(it, 0.5) for it in slow.links))
+    twice = simulate(TRACE_FAST, faster, plan)
+    mixed = replace(timed(twice.seconds - 4.0), stall_seconds=twice.stall_seconds)
+    less = with_links_of(TRACE_FAST, plan, slow, [mixed])
+    assert less is not None
+    assert less.links[0].duplex_bytes_per_s == 2 * slow.links[0].duplex_bytes_per_s
     # No faster than it takes.
     assert found.links[0].duplex_bytes_per_s <= gpu().links[0].duplex_bytes_per_s * 1.5
 

@@ -20,7 +20,9 @@ from belady.measure.stages import Policy, Stage
 from belady.measure.trial import Trial
 from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
+from belady.memory.lanes import lanes_for
 from belady.memory.piece import Piece
+from belady.memory.tape import Tape
 from belady.planners import plan, smallest_budget
 from belady.planners.workspace import LEAN
 from belady.simulate import simulate
@@ -293,28 +295,32 @@ class Launched(Progress):
 FLUSHING = Sample(0.0, 9.0, retries=1)
 
 
-def steady(cls: type[Progress] = Progress) -> Progress:
+def steady(cls: type[Progress] = Progress, *, unwatched: bool = False) -> Progress:
     """A kind whose plan was verified, in iterations of a second."""
-    kind = cls(Stage.SETTLING, Trial(PLAN, HARDWARE, "baseline"))
-    for _ in range(3):
-        ended = kind.went_as_planned(SAMPLE)
-    assert ended
+    kind = cls(Stage.SETTLING, Trial(PLAN, HARDWARE, "baseline"), unwatched=unwatched)
+    while not kind.went_as_planned(SAMPLE):
+        pass
     kind.conclude(Shown(), TRACE, ())
     assert kind.stage is Stage.STEADY
     return kind
 
 
+@pytest.mark.parametrize("unwatched", [False, True])
 def test_steady_iterations_that_lose_time_to_the_allocator_are_verified_again(
-    monkeypatch: pytest.MonkeyPatch,
+    unwatched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, cleared = steady(), list[None]()
+    kind, cleared = steady(unwatched=unwatched), list[None]()
     monkeypatch.setattr(Piece, "clear", lambda _: cleared.append(None))
     kind.went_as_planned(SAMPLE)
     assert (kind.stage, cleared) == (Stage.STEADY, [])
-    ended = [kind.went_as_planned(FLUSHING) for _ in range(4)]
-    # In the first two memory is set aside anew, and divided; the others show what that helps.
-    assert ended == [False, False, False, True]
-    assert len(cleared) == 2
+    # One can be of what ran in between: memory is set aside anew.
+    kind.went_as_planned(FLUSHING)
+    assert (kind.stage, cleared) == (Stage.STEADY, [None])
+    kind.went_as_planned(FLUSHING)
+    # Kernels that nobody watched show their pace once more.
+    assert kind.stage is (Stage.PACED if unwatched else Stage.VERIFYING)
+    ended = [kind.went_as_planned(FLUSHING) for _ in range(3 + 3 * unwatched)]
+    assert ended == [*[False] * (2 + 3 * unwatched), True]
     kind.conclude(Shown(), TRACE, ())
     assert kind.stage is Stage.STEADY
     assert kind.measured is not None
@@ -323,19 +329,63 @@ def test_steady_iterations_that_lose_time_to_the_allocator_are_verified_again(
     assert kind.tried == [kind.trial]
 
 
-def test_what_loses_time_again_and_again_is_left_alone_in_the_end() -> None:
+def test_flushes_that_were_known_when_a_plan_was_chosen_are_no_news() -> None:
     kind, concluded = steady(), 0
     for _ in range(40):
         if kind.went_as_planned(FLUSHING):
+            kind.conclude(Shown(), TRACE, ())
+            concluded += 1
+    assert concluded == 1
+    assert kind.stage is Stage.STEADY
+
+
+def test_what_loses_time_again_and_again_is_left_alone_in_the_end() -> None:
+    kind, concluded = steady(), 0
+    for index in range(80):
+        flushes = kind.stage is Stage.STEADY and index % 8 > 1
+        if kind.went_as_planned(FLUSHING if flushes else SAMPLE):
             kind.conclude(Shown(), TRACE, ())
             concluded += 1
     assert concluded == 3
     assert kind.stage is Stage.STEADY
 
 
+def test_single_flushes_cost_no_verification() -> None:
+    kind = steady()
+    for index in range(20):
+        kind.went_as_planned(SAMPLE if index % 2 else FLUSHING)
+        assert kind.stage is Stage.STEADY
+
+
+def test_memory_is_divided_anew_for_what_is_verified_again() -> None:
+    kind = steady()
+    kind.piece._suits = (3 * MIB,)
+    kind.went_as_planned(FLUSHING)
+    kind.went_as_planned(FLUSHING)
+    assert kind.piece.holes == ()
+
+
+def test_events_that_were_taken_down_are_so_again_when_they_hold_no_longer() -> None:
+    kind = steady()
+    assert kind.trial is not None
+    moving = replace(kind.trial, plan=plan("floor", TRACE, HARDWARE, PLENTY))
+    assert moving.measured is not None
+    kind.trial = replace(moving, measured=replace(moving.measured, recorded=7))
+    assert kind.level(recording=False) == 0
+    for _ in range(2):
+        kind.went_as_planned(FLUSHING)
+    while not kind.went_as_planned(SAMPLE):
+        pass
+    kind.conclude(Shown(), TRACE, ())
+    assert kind.level(recording=False) == 2
+    kind.recorded(replace(SAMPLE, tape=Tape(lanes_for("cpu"))))
+    assert kind.level(recording=False) == 0
+
+
 def test_what_is_launched_is_not_verified_as_issued() -> None:
     kind = steady(Launched)
-    kind.went_as_planned(FLUSHING)
+    for _ in range(4):
+        kind.went_as_planned(FLUSHING)
     assert kind.stage is Stage.STEADY
 
 
