@@ -6,7 +6,7 @@ flush its cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -139,19 +139,27 @@ def _title(record: Record) -> str:
     return f"{record['workload']}{sizes}, {record.get('precision')}{layout}{toy}{chosen}{seed}"
 
 
-def table(found: Iterable[Record]) -> str:
-    """Markdown: a row for each case; what did not run says why."""
+def rows(found: Iterable[Record]) -> list[Row]:
+    """Cases of one setting that ran, the largest cap first."""
+    return sorted((row for row in _rows(found) if _ok(row)), key=lambda row: -row.cap_bytes)
+
+
+def _rows(found: Iterable[Record]) -> list[Row]:
     cases: dict[tuple[str, str], list[Record]] = {}
-    bounds: dict[str, Record] = {}
     for record in found:
         if record["method"] != BOUND:
             cases.setdefault((record["method"], str(record.get("budget"))), []).append(record)
-        else:
+    return [Row(tuple(_apart(records))) for records in cases.values()]
+
+
+def table(found: Sequence[Record]) -> str:
+    """Markdown: a row for each case of one setting; what did not run says why."""
+    bounds: dict[str, Record] = {}
+    for record in found:
+        if record["method"] == BOUND:
             bounds.setdefault(record["budget"], record)
-    rows = [Row(tuple(_apart(records))) for records in cases.values()]
-    measured = sorted((row for row in rows if _ok(row)), key=lambda row: -row.cap_bytes)
+    measured, failed = rows(found), [row for row in _rows(found) if not _ok(row)]
     ours = [row for row in measured if row.ours]
-    failed = [row for row in rows if not _ok(row)]
     lines = []
     for row in measured:
         judged = "" if row.ours else verdict(row, ours, failed)
@@ -238,18 +246,23 @@ def verdict(peer: Row, ours: Iterable[Row], failed: Iterable[Row] = ()) -> str:
     """
     if peer.flushes:
         return "not judged"
-    same = [row for row in ours if row.kernels == peer.kernels]
-    within = [row for row in same if row.cap_bytes <= peer.cap_bytes and not row.flushes]
-    if not within:
-        return _without(peer, same, failed)
-    ratio = min(row.seconds for row in within) / peer.seconds
-    rows = [row.in_a_row for row in within if row.in_a_row is not None]
-    if not rows or peer.in_a_row is None:
+    fitting = within(peer, ours)
+    if not fitting:
+        return _without(peer, [row for row in ours if row.kernels == peer.kernels], failed)
+    ratio = min(row.seconds for row in fitting) / peer.seconds
+    in_rows = [row.in_a_row for row in fitting if row.in_a_row is not None]
+    if not in_rows or peer.in_a_row is None:
         return _words(ratio)
-    in_a_row = min(rows) / peer.in_a_row
+    in_a_row = min(in_rows) / peer.in_a_row
     if abs(in_a_row - ratio) < _NOTABLE:
         return _words(ratio)
     return f"{_words(ratio)}; in a row {_words(in_a_row)}"
+
+
+def within(peer: Row, ours: Iterable[Row]) -> list[Row]:
+    """Those of ours with the peer's kernels that passed in no more memory."""
+    same = [row for row in ours if row.kernels == peer.kernels]
+    return [row for row in same if row.cap_bytes <= peer.cap_bytes and not row.flushes]
 
 
 def _without(peer: Row, ours: Iterable[Row], failed: Iterable[Row]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 
-from benchmarks import average_table, comparison, kernels, plot
+from benchmarks import average_table, comparison, kernels, plot, summary
 from benchmarks.cases import Record
 from benchmarks.founders import table as founders
 from benchmarks.records import committed
@@ -71,7 +71,7 @@ def with_section(text: str, name: str, section: str) -> str:
 
 
 def figures(found: list[Record]) -> str:
-    """The README's section: one table a group, and one for each workload with peers."""
+    """All rows: one table a group, and one for each workload with peers."""
     shown = [r for r in found if r.get("group") in (*_GROUPS, *comparison.GROUPS)]
     machine = sorted({f"{r['device_name']}, torch {r['torch']}" for r in shown if "torch" in r})
     parts = [f"Measured on: {'; '.join(machine)}.\n"]
@@ -206,7 +206,8 @@ def _probed(found: list[Record], ends: list[str]) -> list[float]:
 
 
 PAGES: Mapping[str, Mapping[str, Callable[[list[Record]], str]]] = {
-    "README.md": {"figures": figures},
+    "README.md": {"peers": summary.tables},
+    "docs/tables.md": {"figures": figures},
     "docs/figures.md": {
         "frontier": peers,
         "levels": levels,

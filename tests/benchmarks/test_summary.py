@@ -1,0 +1,62 @@
+"""README's tables: each peer within its smallest cap, and ours in no more memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.summary import tables
+from tests.benchmarks.test_figures import record
+
+
+def peer(method: str, cap: int, seconds: float, **more: Any) -> dict[str, Any]:
+    return record(method, cap, seconds, budget="smallest", **more)
+
+
+def cells(found: list[dict[str, Any]]) -> list[str]:
+    """Of the only workload there is: its name, plain and the peers."""
+    (line,) = (line for line in tables(found).splitlines() if line.startswith("| resnet50"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.parametrize(
+    ("ours", "cell"),
+    [
+        ([record("belady:auto", 4, 0.08)], "100 → **80** in 5.00"),
+        # Of several the fastest, by whichever engine has the same kernels.
+        (
+            [record("belady:auto", 4, 0.08), record("belady-graph:auto", 5, 0.07)],
+            "100 → **70** in 5.00",
+        ),
+        ([record("belady:auto", 4, 0.12)], "100 → 120 in 5.00"),
+        ([record("belady:auto", 4, 0.05, allocation_retries=3)], "100 → flushes in 5.00"),
+        ([record("belady:auto", 6, 0.05)], "100 → ? in 5.00"),
+        ([record("belady-inductor:auto", 4, 0.05)], "100 → ? in 5.00"),
+    ],
+)
+def test_ours_is_beside_a_peer_in_no_more_memory(ours: list[dict[str, Any]], cell: str) -> None:
+    plain = record("plain", 11, 0.06, budget="none")
+    found = [plain, peer("checkpoint", 5, 0.1), *ours]
+    assert cells(found) == ["resnet50, bf16 (a)", "60", cell, "", "", ""]
+
+
+def test_a_peer_counts_where_it_passed_by_the_median_of_its_rounds() -> None:
+    ours = record("belady:auto", 3, 0.08)
+    flushing = peer("save_on_cpu", 4, 0.3, allocation_retries=2)
+    stated = record("trl", 4, 0.4)
+    twice = [peer("checkpoint", 6, 0.09), peer("checkpoint", 6, 0.1)]
+    assert cells([ours, flushing, stated, *twice])[2:] == ["95 → **80** in 6.00", "", "", ""]
+
+
+def test_kernels_have_tables_of_their_own() -> None:
+    eager = [peer("checkpoint", 5, 0.1), record("belady:auto", 5, 0.08)]
+    fused = [peer("inductor-0.5", 5, 0.06), record("belady-inductor:auto", 5, 0.07)]
+    (one, other) = tables([*eager, *fused]).split("\n\n**Inductor")
+    assert "faster in 1 of 1 caps, slower in 0, and in 0 none" in one
+    assert "faster in 0 of 1 caps, slower in 1, and in 0 none" in other
+    assert "| 60 → 70 in 5.00 |" in other
+
+
+def test_nothing_is_shown_without_peers() -> None:
+    assert tables([record("belady:auto", 5, 0.08)]) == "No records yet.\n"
