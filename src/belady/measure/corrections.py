@@ -217,8 +217,9 @@ def with_gap_of(
 ) -> Allocator | None:
     """The allocator with the margin that an iteration under ``plan`` showed; None if it agrees.
 
-    Where it had to flush its cache the margin was too small: what it held could have stayed beside
-    the largest piece that was asked for. Where it did not, a smaller one is worth trying if the
+    Where it had to flush its cache the margin was too small. The next one is tried; where that is
+    too small as well, all that can be lacking: what it held could have stayed beside the largest
+    piece that was asked for. Where it did not, a smaller one is worth trying if the
     plan loses time: what it reserved beyond what was allocated is all that the blocks of this plan
     need, and where that was set aside for it, half of the margin may do.
 
@@ -230,7 +231,7 @@ def with_gap_of(
     fraction, peak = allocator.margin_fraction, _moving_peak(trace, plan, allocator, measured)
     if measured.allocation_retries:
         more = wider(allocator).margin_fraction
-        if peak and measured.reserved_bytes:
+        if peak and measured.reserved_bytes and any(flushed for _, flushed in others):
             beside = measured.reserved_bytes + _largest_piece(trace, plan)
             more = max(more, allocator.fraction_of(peak, beside))
         enough = min((it for it, flushed in others if not flushed and it > fraction), default=None)

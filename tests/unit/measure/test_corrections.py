@@ -134,9 +134,14 @@ def test_a_flushed_cache_widens_the_margin():
 def test_what_was_held_is_to_have_room_beside_the_largest_piece():
     ops = (replace(TRACE.ops[0], workspace_bytes=40), *TRACE.ops[1:])
     large = replace(TRACE, ops=ops)
-    found = with_gap_of(large, PLAN, ALLOCATOR, measured(reserved=101, retries=1))
+    flushed = measured(reserved=101, retries=1)
+    found = with_gap_of(large, PLAN, ALLOCATOR, flushed, [(0.1, True), (0.15, False)])
     assert found is not None
     assert found.margin_fraction == pytest.approx(0.41)
+    # That is much for a first step, after which there is none back.
+    found = with_gap_of(large, PLAN, ALLOCATOR, flushed, [(0.15, False)])
+    assert found is not None
+    assert found.margin_fraction == pytest.approx(0.32)
 
 
 def test_a_plan_that_loses_time_is_tried_with_the_margin_that_its_blocks_need():

@@ -189,9 +189,11 @@ def test_of_a_wider_margin_as_much_is_tried_as_there_is_room_for(
     peaks = (TierPeak(Tier.DEVICE, peak),)
     measured = Measured(1, 16.0, (16.0,), peaks, 2 * peak - MIB, allocation_retries=3)
     samples = [Sample(0.0, 16.0)]
-    _, better = verification.better(
-        BIG, [verification.verified(trial, BIG, measured, samples)], samples
-    )
+    # The first step up was too little.
+    less = replace(QUICK, allocator=replace(QUICK.allocator, margin_fraction=0.1))
+    tried = [Trial(replace(trial.plan), less, "lifetime", measured)]
+    tried.append(verification.verified(trial, BIG, measured, samples))
+    _, better = verification.better(BIG, tried, samples)
     assert (better and round(better.hardware.allocator.margin_fraction, 2)) == margin
     said = [it.getMessage() for it in caplog.records]
     assert "measured 16.0 s an iteration; flushes of the allocator's cache: 3" in said
