@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from statistics import median
 
 from benchmarks.cases import Record
-from benchmarks.comparison import Row, by_machine
+from benchmarks.comparison import by_machine
 from benchmarks.founders.claims import AVERAGE_LESS
 from benchmarks.founders.details import gib
+from benchmarks.judged import Row
 
 GROUP = "average"
 _HEAD = (

@@ -1,97 +1,32 @@
-"""Ours beside peers, as a table that says who is faster in the same memory. Imports no torch.
-
-Methods are judged beside those that run the same kernels, and only where the allocator never had to
-flush its cache.
-"""
+"""Ours beside peers, as a table that says who is faster in the same memory. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
 
-from benchmarks.cases import BOUND, ENGINES, LAUNCHED, OURS, OWN, Record, flushes, kernels_of
+from benchmarks.cases import BOUND, LAUNCHED, Record, flushes
+from benchmarks.judged import NOTABLE, Row, verdict
 from benchmarks.records import machine
 
 GROUPS = ("frontier", "peers", "targets")
 # A setting with records of these has enough points for a figure, of all its records.
 PLOTTED = ("frontier", "peers")
-# What is called the same: repeated runs of one case differ by about so much.
-_SAME = 0.01
 # Caps that are the same share of what two runs of plain held at their peaks.
 _SAME_CAP = 0.002
-# By how much waiting for each iteration must change a ratio for both to be told.
-_NOTABLE = 0.02
 _HEAD = (
     "| method | cap GiB | ms (median) | in a row | bound ms | peak GiB | reserved GiB | host GiB "
-    "| retries | equals plain | ours in no more memory, same kernels |\n"
-    f"{'|---' * 11}|\n"
+    "| retries | equals plain | ours in no more memory, same kernels | measured |\n"
+    f"{'|---' * 12}|\n"
 )
 _REASON_LENGTH = 80
 LEGEND = (
     "Below, ours is judged within what each peer needs, beside peers that run the same kernels: "
     "eager mode's, or\nInductor's. Times are waited for, and a verdict says what holds in a row "
-    f"where that differs by {_NOTABLE:.0%} of the\npeer's time or more. Where the allocator "
+    f"where that differs by {NOTABLE:.0%} of the\npeer's time or more. Where the allocator "
     "flushed its cache, a method did not pass the cap and counts in no verdict.\nThe bound is what "
     "no plan behind hooks can beat in that cap, of what runs in no slices, even if nothing were\n"
     "lost between blocks; those of a few caps can be of another run than others.\n"
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """All rounds of one case."""
-
-    records: tuple[Record, ...]
-
-    @property
-    def first(self) -> Record:
-        return self.records[0]
-
-    @property
-    def failed(self) -> tuple[Record, ...]:
-        """The first round that came to nothing, if one did."""
-        return tuple(it for it in self.records if it["outcome"] != "ok")[:1]
-
-    @property
-    def ours(self) -> bool:
-        return str(self.first["method"]).startswith(OWN)
-
-    @property
-    def kernels(self) -> str:
-        return kernels_of(self.first["method"])
-
-    @property
-    def seconds(self) -> float:
-        return median(record["median_seconds"] for record in self.records)
-
-    @property
-    def in_a_row(self) -> float | None:
-        """Seconds of an iteration that nobody waits for; None where that was not measured."""
-        found = [it["pipelined_seconds"] for it in self.records if "pipelined_seconds" in it]
-        return median(found) if found else None
-
-    @property
-    def bounded_by(self) -> str:
-        """Budget of the bound in the same cap, a peer's smallest being 100 % of it.
-
-        Empty for captured graphs, which have no hooks to wait for, and for Inductor's kernels.
-        """
-        method, budget = self.first["method"], str(self.first.get("budget"))
-        if self.kernels != ENGINES[OURS] or (self.ours and not method.startswith(OURS)):
-            return ""
-        return f"100%:{method}" if budget == "smallest" and not self.ours else budget
-
-    @property
-    def flushes(self) -> int:
-        return flushes(self.records)
-
-    @property
-    def cap_bytes(self) -> int:
-        """The cap, or what was reserved where there was none."""
-        first = self.first
-        reserved = first.get("peak_reserved_bytes", first["peak_allocated_bytes"])
-        return int(first.get("budget_bytes", reserved))
 
 
 def plotted(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
@@ -204,8 +139,17 @@ def _line(row: Row, bound: float | None, judged: str) -> str:
         retries(row.records),
         _equals_plain(row),
         judged,
+        measured(first),
     )
     return f"| {' | '.join(cells)} |\n"
+
+
+def measured(record: Record) -> str:
+    """When it was, how many at once on a host, and whose plan of ours; empty where unknown."""
+    planner = str(record.get("planner", "")).removeprefix("auto:")
+    at_once = f"{record['at_once']} at once" if record.get("at_once") else ""
+    parts = (str(record.get("date", ""))[:10], planner, at_once)
+    return ", ".join(part for part in parts if part)
 
 
 def _peak(record: Record) -> int | None:
@@ -234,59 +178,10 @@ def _equals_plain(row: Row) -> str:
     return f"{found} ({', '.join(numerics)})" if numerics else found
 
 
-def verdict(peer: Row, ours: Iterable[Row], failed: Iterable[Row] = ()) -> str:
-    """Who is faster within the peer's cap with the same kernels, in plain words.
-
-    In a row as well, where that says something else.
-
-    Parameters
-    ----------
-    failed
-        Cases that came to nothing: of ours at the very cap of the peer, it did not fit.
-    """
-    if peer.flushes:
-        return "not judged"
-    fitting = within(peer, ours)
-    if not fitting:
-        return _without(peer, [row for row in ours if row.kernels == peer.kernels], failed)
-    ratio = min(row.seconds for row in fitting) / peer.seconds
-    in_rows = [row.in_a_row for row in fitting if row.in_a_row is not None]
-    if not in_rows or peer.in_a_row is None:
-        return _words(ratio)
-    in_a_row = min(in_rows) / peer.in_a_row
-    if abs(in_a_row - ratio) < _NOTABLE:
-        return _words(ratio)
-    return f"{_words(ratio)}; in a row {_words(in_a_row)}"
-
-
-def within(peer: Row, ours: Iterable[Row]) -> list[Row]:
-    """Those of ours with the peer's kernels that passed in no more memory."""
-    same = [row for row in ours if row.kernels == peer.kernels]
-    return [row for row in same if row.cap_bytes <= peer.cap_bytes and not row.flushes]
-
-
-def _without(peer: Row, ours: Iterable[Row], failed: Iterable[Row]) -> str:
-    """Why none of ours is judged beside a peer."""
-    cap = f"100%:{peer.first['method']}"
-    at_its_cap = [row for row in failed if row.ours and row.first.get("budget") == cap]
-    if any(row.kernels == peer.kernels for row in at_its_cap):
-        return "**does not fit**"
-    flushed = any(row.cap_bytes <= peer.cap_bytes for row in ours)
-    return "**only with flushes**" if flushed else "not measured"
-
-
-def _words(ratio: float) -> str:
-    if ratio < 1 - _SAME:
-        return f"{1 - ratio:.0%} faster"
-    if ratio > 1 + _SAME:
-        return f"**{ratio - 1:.0%} slower**"
-    return "the same"
-
-
 def _failed(record: Record) -> str:
     error = str(record.get("error", "")).strip().rsplit("\n", 1)[-1]
     reason = f"{record['outcome']}: {error[:_REASON_LENGTH]}".replace("|", "/").rstrip(": ")
-    return f"| {record['method']} | {record.get('budget', '')} | {reason} |{' |' * 8}\n"
+    return f"| {record['method']} | {record.get('budget', '')} | {reason} |{' |' * 9}\n"
 
 
 def _ms(seconds: float | None) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks import comparison
 from benchmarks.cases import Record
-from benchmarks.comparison import Row
+from benchmarks.judged import Row, within
 from benchmarks.records import machine
 
 # Who is beside us with whose kernels, by the method of plain with these: what most would pick.
@@ -66,8 +66,8 @@ def _beside(name: str, rows: Sequence[Row]) -> _Beside | None:
         return None
     ours = [row for row in rows if row.ours]
     same = [row for row in ours if row.kernels == peer.kernels and row.cap_bytes <= peer.cap_bytes]
-    within = comparison.within(peer, ours)
-    fastest = min(within, key=lambda row: row.seconds, default=None)
+    fitting = within(peer, ours)
+    fastest = min(fitting, key=lambda row: row.seconds, default=None)
     return _Beside(peer, fastest, bool(same))
 
 

@@ -222,8 +222,8 @@ PAGES: Mapping[str, Mapping[str, Callable[[list[Record]], str]]] = {
 def _table(found: Iterable[Record]) -> str:
     head = (
         "| workload | precision | method | cap GiB | ms (median) | predicted | peak GiB "
-        "| predicted | reserved | retries |\n"
-        f"{'|---' * 10}|\n"
+        "| predicted | reserved | retries | measured |\n"
+        f"{'|---' * 11}|\n"
     )
     return head + "".join(f"| {' | '.join(_row(r))} |\n" for r in found)
 
@@ -233,7 +233,7 @@ def _row(record: Record) -> list[str]:
     name = record["workload"]
     if record["outcome"] != "ok":
         return [name, record.get("precision", ""), record["method"], _gib(cap), record["outcome"],
-                "", "", "", "", ""]  # fmt: skip
+                "", "", "", "", "", comparison.measured(record)]  # fmt: skip
     return [
         name,
         record["precision"],
@@ -245,6 +245,7 @@ def _row(record: Record) -> list[str]:
         _gib(record.get("predicted_peak_bytes")),
         _gib(record.get("peak_reserved_bytes")),
         comparison.retries([record]),
+        comparison.measured(record),
     ]
 
 

@@ -146,7 +146,7 @@ def test_equality_is_told_only_where_plain_equals_itself(
     told: list[dict[str, Any]], words: str
 ) -> None:
     text = table([record("checkpoint", 5, 0.1, **more) for more in told])
-    assert text.splitlines()[2].split(" | ")[-2] == words
+    assert text.splitlines()[2].split(" | ")[-3] == words
 
 
 def test_what_two_machines_measured_is_in_two_tables() -> None:
@@ -192,7 +192,7 @@ def test_what_shared_a_process_makes_way_for_the_same_by_itself() -> None:
 
 def _verdicts(found: list[dict[str, Any]]) -> list[str]:
     rows = [line.split(" | ") for line in table(found).splitlines()[2:]]
-    told = {row[0].removeprefix("| "): row[-1].removesuffix(" |") for row in rows}
+    told = {row[0].removeprefix("| "): row[-2].strip() for row in rows}
     return [told[it["method"]] for it in found if "belady" not in it["method"]]
 
 
@@ -232,3 +232,21 @@ def test_slow_lanes_have_a_row_each() -> None:
     assert "| vgg19 | fp32 | belady:auto | 12GiB | copy-out | 3 | 42.0 | 84% | 105% |\n" in table
     assert table.count("\n") == 6
     assert tables.lanes([about]) == "No records yet.\n"
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ({}, "|  |"),
+        ({"date": "2026-11-29T15:19:00"}, "| 2026-11-29 |"),
+        (
+            {"date": "2026-11-29", "planner": "auto:hybrid/21", "at_once": 4},
+            "| 2026-11-29, hybrid/21, 4 at once |",
+        ),
+    ],
+)
+def test_a_row_says_when_and_of_which_plan_it_is(known: dict[str, Any], told: str) -> None:
+    (line,) = (
+        it for it in table([record("belady:auto", 4, 0.1, **known)]).splitlines() if "auto" in it
+    )
+    assert line.endswith(told)
