@@ -93,7 +93,9 @@ def undisturbed(trace: Trace, other: Trace | None) -> Trace:
     """The trace with the smaller seconds of two observations, for as long as their ops agree.
 
     What happens once (a library looks for its fastest algorithm, the allocator flushes its cache
-    in the middle of an op) makes an op look slow in one of them.
+    in the middle of an op) makes an op look slow in one of them. What runs instead of an op when it
+    is replayed was seen in one alone, as it asked for bytes beside what the op had left: it takes
+    no longer than the op.
     """
     if other is None:
         return trace
@@ -106,6 +108,8 @@ def undisturbed(trace: Trace, other: Trace | None) -> Trace:
             one,
             device_seconds=seconds,
             host_seconds=min(one.host_seconds, two.host_seconds),
+            shortcut=one.shortcut
+            and replace(one.shortcut, device_seconds=min(one.shortcut.device_seconds, seconds)),
             algorithms=fastest_first(
                 replace(it, device_seconds=seconds) if it.name == USUAL else it
                 for it in one.algorithms

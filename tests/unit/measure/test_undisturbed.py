@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from belady.ir.files import validate
-from belady.ir.trace import Trace
+from belady.ir.trace import Replay, Trace
 from belady.measure.observe import undisturbed
 from tests.support.builder import OpSpec, build_trace
 
@@ -91,3 +91,16 @@ def test_one_that_ends_earlier_counts_as_far_as_it_goes() -> None:
 def test_no_op_becomes_slower() -> None:
     fast, slow = trace_of(), trace_of(*(OpSpec(device_us=50, host_us=20),) * 3)
     assert undisturbed(fast, slow) == fast
+
+
+def test_what_runs_instead_of_an_op_takes_no_longer_than_the_op() -> None:
+    # It was run beside what the op had left, and the allocator may have flushed its cache for that.
+    smooth = with_seconds(trace_of(), device={0: 2.0, 1: 2.0, 2: 9.0})
+    ops = [
+        replace(op, shortcut=Replay(seconds, op.reads, op.writes))
+        for op, seconds in zip(smooth.ops, (7.0, 1.0, 5.0), strict=False)
+    ]
+    trace = replace(smooth, ops=(*ops, *smooth.ops[3:]))
+    both = undisturbed(trace, with_seconds(smooth, device={2: 3.0}))
+    assert [op.replay.device_seconds for op in both.ops[:3]] == [2.0, 1.0, 3.0]
+    validate(both)
