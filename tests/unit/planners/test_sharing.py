@@ -246,3 +246,19 @@ def test_in_a_plan_an_op_of_two_values_runs_again_once() -> None:
     at = {(op, it.at) for it in both for op in costly.intersection(it.ops)}
     assert len(both) > len(at)
     assert len(at) == len({op for op, _ in at})
+
+
+@pytest.mark.parametrize("limits", [{"early": 64.0}, {"reach": 4.0}, {"spare": 0.01}])
+def test_alike_plans_of_other_limits_may_share_otherwise(
+    limits: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, hardware = build_trace(NET), gpu(link_rate=SLOW)
+    (budget,) = budgets(trace, hardware, 0.9)
+    mixer, asked = Mixer(Case(trace, hardware, budget), "mix/1"), list[Wish]()
+    monkeypatch.setattr(Mixer, "_sharing", lambda _self, _plan, wish, _away: asked.append(wish))
+    some = frozenset(sorted(mixer.ways.cost)[:1])
+    wishes = [Wish(some), Wish(some, **limits)]
+    times = boundary_times(trace, None)
+    plans = [mixer.make(wish, times)[0] for wish in (*wishes, *wishes)]
+    assert len({it.assignments for it in plans}) == 1
+    assert asked == wishes
