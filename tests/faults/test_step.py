@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import belady
 from belady.eager.attempts import RETRIES
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.session import Session
 from belady.graph.state import Turn
 from belady.ir.plan import Plan

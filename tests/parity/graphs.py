@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from belady.graph.capture import Captured, backend_of
+from belady.graph.capture import backend_of
+from belady.graph.captured import Captured
 from belady.graph.contents import Contents, Place
 from belady.graph.orders import orders_of
 from belady.graph.parts import Drawn, Part

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from belady.errors import TraceError
 from belady.graph import doors
-from belady.graph.capture import Captured
+from belady.graph.capture import Capture
 from belady.graph.casts import Remembered
 from belady.memory.carrier import Carrier
 from tests.parity.graphs import PlannedHost
@@ -82,7 +82,7 @@ def differentiated(sample: Sample, carrier: Carrier | None) -> list[Tensor]:
     tensors = [leaves[place] for place in places]
     if carrier is not None:
         host = PlannedHost([], carrier, lambda trace: random_plan(trace, "direct", 3))
-        graph = Captured(host, Remembered(frozenset(), frozenset(), torch.bfloat16))
+        graph = Capture(host, Remembered(frozenset(), frozenset(), torch.bfloat16))
         function = aot_function(
             call,
             fw_compiler=graph.forward,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import belady
 from belady.errors import InfeasibleBudgetError
 from belady.graph import coordinated as rewriting
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.coordinated import coordinated
 from belady.ir.encoding import encoding_of
 from belady.ir.trace import Tier, Trace

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,12 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from belady.errors import GraphError
 from belady.graph import autograd, doors
+from belady.graph.captured import Captured
 from belady.graph.joint import Joint
 from belady.graph.ops import sequence_of
 from belady.memory.geometry import steps_of
-
-if TYPE_CHECKING:
-    from belady.graph.capture import Captured
 
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.parts import Part
 from belady.graph.watching import Lasting, Names
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from belady.graph import autograd, casts, doors, refusals
 from belady.graph.alignment import align
 from belady.graph.bits import Incoming, reached, summed
 from belady.graph.buffers import update_together
+from belady.graph.captured import Captured
 from belady.graph.channels import lay_channels_last
 from belady.graph.counters import Counters
 from belady.graph.host import Host
@@ -22,9 +22,8 @@ from belady.graph.joins import join_as_they_come
 from belady.graph.joint import Joint, whole_graph
 from belady.graph.layout import Layout
 from belady.graph.masks import any_maker, drop_known
-from belady.graph.naming import Named
 from belady.graph.pools import count_in_windows
-from belady.graph.program import Program, program_of
+from belady.graph.program import program_of
 from belady.graph.state import State
 from belady.graph.untraced import attends_without
 from belady.ir.collector import seldom_collected
@@ -32,21 +31,8 @@ from belady.measure.starving import telling
 from belady.memory.geometry import below_autograd
 
 
-class Captured:
-    """One graph that Dynamo captured: `belady.graph.doors.Compilers`, and what they made.
-
-    Attributes
-    ----------
-    joint, layout
-        Of a graph that is differentiated and that this engine can carry out.
-    name, named
-        What reports call it: the root of which it is a part; and its modules, since its first call.
-    cast
-        Numbers of the inputs that autocast casts, and remembers.
-    summed
-        Numbers of the gradients that it sums itself.
-    reached
-        For each gradient, the numbers of the results that lead to it; empty where not known.
+class Capture(Captured):
+    """Makes one graph runnable: `belady.graph.doors.Compilers`.
 
     Parameters
     ----------
@@ -69,30 +55,11 @@ class Captured:
         opaque: bool = False,
         sliced: bool = False,
     ) -> None:
-        self.sliced = sliced
+        super().__init__(host.device, sliced=sliced)
         self._remembered = remembered
         self._host = host
         self._sums = sums
         self._opaque = opaque
-        self.name = ""
-        self.named: Named | None = None
-        self.joint: Joint | None = None
-        self.layout = Layout()
-        self.cast: tuple[int, ...] = ()
-        self.summed: tuple[int, ...] = ()
-        self.reached: tuple[frozenset[int], ...] = ()
-
-    @cached_property
-    def as_saved(self) -> Program:
-        """The program that saves what plain PyTorch saves."""
-        if self.joint is None:
-            raise RuntimeError("this graph was not cut by the graph engine")
-        return program_of(self.joint, self.layout)
-
-    def put(self, joint: Joint) -> None:
-        """Go on with another joint graph, with the same inputs and results."""
-        self.joint, self.layout = joint, Layout.of(joint, self._host.device)
-        self.__dict__.pop("as_saved", None)
 
     def partition(
         self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any
@@ -177,7 +144,7 @@ class Captured:
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> doors.Runner:
         """How backward runs."""
-        return doors.as_boxed(_backward)
+        return doors.as_boxed(self._backward)
 
     def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> doors.Runner:
         """How a graph runs that nobody differentiates: each value goes when it is consumed.
@@ -206,6 +173,31 @@ class Captured:
         self._host.left(self, state, results)
         return [*results, token]
 
+    def _backward(self, args: list[Any]) -> list[Any]:
+        state = getattr(args.pop(0), "_belady", None)
+        if not isinstance(state, State):
+            raise GraphError(
+                "a saved-tensor hook, as of belady.save_on, replaced what the graph engine saved: "
+                "call the model outside of the hooks, as the engine moves what it saves; "
+                "engine='eager' has room for others"
+            )
+        host, turn = self._host, state.turn
+        host.enter_backward(state, args)
+        keep = autograd.keeps_graph()
+        if keep:
+            autograd.when_asked_for_more(refusals.refuse_second_order)
+        saved = state.take(keep=keep)
+        with (
+            below_autograd(),
+            doors.beneath_functions(),
+            seldom_collected(),
+            telling(host.starved, host),
+        ):
+            results = turn.program.backward(saved, args, turn.contents, turn.watch)
+        results = self.left_none(results)
+        host.left_backward(state, results)
+        return results
+
 
 def backend_of(
     host: Host, *, strict: bool = False, sums: bool = True, sliced: bool = False
@@ -227,7 +219,7 @@ def backend_of(
         try:
             opaque = doors.calls_own_functions(module)
             remembered = casts.Remembered.of(module, inputs, alive.device.type)
-            captured = Captured(alive, remembered, sums=sums, opaque=opaque, sliced=sliced)
+            captured = Capture(alive, remembered, sums=sums, opaque=opaque, sliced=sliced)
             run = captured.watching(doors.compile_joint(module, inputs, captured), inputs)
         except TraceError as error:
             if strict:
@@ -238,29 +230,3 @@ def backend_of(
         return counters.counting(run)
 
     return backend
-
-
-def _backward(args: list[Any]) -> list[Any]:
-    state = getattr(args.pop(0), "_belady", None)
-    if not isinstance(state, State):
-        raise GraphError(
-            "a saved-tensor hook, as of belady.save_on, replaced what the graph engine saved: call "
-            "the model outside of the hooks, as the engine moves what it saves; engine='eager' has "
-            "room for others"
-        )
-    host, turn = state.graph._host, state.turn
-    host.enter_backward(state, args)
-    keep = autograd.keeps_graph()
-    if keep:
-        autograd.when_asked_for_more(refusals.refuse_second_order)
-    saved = state.take(keep=keep)
-    with (
-        below_autograd(),
-        doors.beneath_functions(),
-        seldom_collected(),
-        telling(host.starved, host),
-    ):
-        results = turn.program.backward(saved, args, turn.contents, turn.watch)
-    results = state.graph.left_none(results)
-    host.left_backward(state, results)
-    return results

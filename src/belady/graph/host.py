@@ -1,35 +1,14 @@
-"""Who decides how captured graphs run, and who watches them."""
+"""Who decides how captured graphs run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from belady.graph.capture import Captured
-    from belady.graph.state import State, Turn
-
-
-class Watch(Protocol):
-    """Sees every op of a program that is watched, and what the op makes."""
-
-    def start(self) -> None:
-        """An op follows."""
-        ...
-
-    def stop(self, made: tuple[Any, ...]) -> None:
-        """It was issued."""
-        ...
-
-    def seen(self, made: tuple[Any, ...]) -> None:
-        """Tensors came back, or were made again."""
-        ...
-
-    def attempt(self, run: Callable[[], Any], wanted: Any) -> None:
-        """There is ``run``, perhaps a cheaper way to ``wanted``, which the last op has made."""
-        ...
+from belady.graph.captured import Captured
+from belady.graph.state import State, Turn
 
 
 class Host(Protocol):

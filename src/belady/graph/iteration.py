@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.contents import Contents, CountedContents
 from belady.graph.counting import Counted
 from belady.graph.kinds import Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.contents import Place
 from belady.graph.orders import AS_SAVED, orders_of
 from belady.graph.parts import Drawn

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from belady.graph.beside import between_bytes, bytes_of, stepping_bytes
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.capturing import Attempt
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
+from belady.graph.captured import Captured, Named
 from belady.graph.joint import Joint, Step
-
-if TYPE_CHECKING:
-    from belady.graph.capture import Captured
 
 # An attribute of what a frame has as a local: `L['self'].b`, `L['args'][0].b`.
 _ATTRIBUTE = re.compile(r"L\['\w+'\](?:\[0\])?\.(.+)")
-
-
-@dataclass(frozen=True)
-class Named:
-    """The names in a graph when it was called first, by the modules that it was captured of.
-
-    Attributes
-    ----------
-    steps
-        Path of the module that runs a step, by its node.
-    inputs
-        Paths of the parameters and buffers among its inputs, by position.
-    """
-
-    steps: Mapping[fx.Node, str]
-    inputs: tuple[str | None, ...]
 
 
 class Paths:

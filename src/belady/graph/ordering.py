@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.coordinated import coordinated
 from belady.graph.joint import Joint
 from belady.ordered.policies import ALWAYS, AS_NEEDED, BY_NEED, BY_POLICY, said

@@ -13,7 +13,7 @@ from belady.graph import convolutions
 from belady.graph.beside import fixed_bytes
 from belady.graph.bits import Bits
 from belady.graph.calls import part_of
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.doors import fake_value
 from belady.graph.kinds import Force, Kind, all_go_back
 from belady.graph.launching import Launching, gains

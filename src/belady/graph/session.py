@@ -11,7 +11,7 @@ import torch
 from belady.graph import autograd
 from belady.graph.admission import Admission
 from belady.graph.calls import backward_of, part_of
-from belady.graph.capture import Captured
+from belady.graph.captured import Captured
 from belady.graph.contents import Contents
 from belady.graph.counting import Counted
 from belady.graph.iteration import Iteration

@@ -1,19 +1,37 @@
-"""What a call of a captured graph runs as, and what it leaves for its backward."""
+"""What a call of a captured graph runs as, who watches it, and what it leaves for its backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from belady.graph.captured import Captured
 from belady.graph.contents import Contents
 from belady.graph.program import Program
 from belady.memory.witness import demand_unchanged
 
-if TYPE_CHECKING:
-    from belady.graph.capture import Captured
-    from belady.graph.host import Watch
+
+class Watch(Protocol):
+    """Sees every op of a program that is watched, and what the op makes."""
+
+    def start(self) -> None:
+        """An op follows."""
+        ...
+
+    def stop(self, made: tuple[Any, ...]) -> None:
+        """It was issued."""
+        ...
+
+    def seen(self, made: tuple[Any, ...]) -> None:
+        """Tensors came back, or were made again."""
+        ...
+
+    def attempt(self, run: Callable[[], Any], wanted: Any) -> None:
+        """There is ``run``, perhaps a cheaper way to ``wanted``, which the last op has made."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

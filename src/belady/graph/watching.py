@@ -102,7 +102,7 @@ class Lasting:
 
 @dataclass
 class Watched:
-    """One iteration under observation: `belady.graph.capture.Watch`, and its parts so far.
+    """One iteration under observation: `belady.graph.state.Watch`, and its parts so far.
 
     Attributes
     ----------
