@@ -139,13 +139,17 @@ def _line(row: Row, bound: float | None, judged: str) -> str:
         retries(row.records),
         _equals_plain(row),
         judged,
-        measured(first),
+        measured(row.records),
     )
     return f"| {' | '.join(cells)} |\n"
 
 
-def measured(record: Record) -> str:
-    """When it was, how many at once on a host, and whose plan of ours; empty where unknown."""
+def measured(records: Iterable[Record]) -> str:
+    """When that was, how many at once on a host, and whose plan of ours; empty where unknown."""
+    return "; ".join(filter(None, dict.fromkeys(map(_occasion, records))))
+
+
+def _occasion(record: Record) -> str:
     planner = str(record.get("planner", "")).removeprefix("auto:")
     at_once = f"{record['at_once']} at once" if record.get("at_once") else ""
     parts = (str(record.get("date", ""))[:10], planner, at_once)

@@ -13,7 +13,7 @@ from statistics import median
 from benchmarks.cases import ENGINES, OURS, OWN, Record, flushes, kernels_of
 
 # What is called the same: repeated runs of one case differ by about so much.
-_SAME = 0.01
+SAME = 0.01
 # By how much waiting for each iteration must change a ratio for both to be told.
 NOTABLE = 0.02
 
@@ -116,8 +116,8 @@ def _without(peer: Row, ours: Iterable[Row], failed: Iterable[Row]) -> str:
 
 
 def _words(ratio: float) -> str:
-    if ratio < 1 - _SAME:
+    if ratio < 1 - SAME:
         return f"{1 - ratio:.0%} faster"
-    if ratio > 1 + _SAME:
+    if ratio > 1 + SAME:
         return f"**{ratio - 1:.0%} slower**"
     return "the same"

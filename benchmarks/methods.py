@@ -195,8 +195,7 @@ def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
     with _virtual(work, method, cap) as (vm, session):
 
         def facts() -> Record:
-            # After all that is timed, and what that may have had verified again: each copy.
-            session.warm_up()
+            # Recorded after all that is timed: what each copy took.
             vm.record()
             begun = time.perf_counter()
             session.iterate(1)
@@ -295,6 +294,7 @@ def _of_measured(run: Run, policy: str) -> Record:
 
 def _wider(run: Run, policy: str, measured: Measured) -> int:
     """The smallest budget that leaves the margin which an iteration has asked for."""
-    asked = with_gap_of(run.trace, run.plan, run.hardware.allocator, measured)
+    # Few caps are tried: as where a wider margin was too small as well.
+    asked = with_gap_of(run.trace, run.plan, run.hardware.allocator, measured, [(0.0, True)])
     hardware = replace(run.hardware, allocator=asked or run.hardware.allocator)
     return smallest_budget(policy, run.trace, hardware, Budget(2**62))

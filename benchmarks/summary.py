@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks import comparison
 from benchmarks.cases import Record
-from benchmarks.judged import Row, within
+from benchmarks.judged import SAME, Row, within
 from benchmarks.records import machine
 
 # Who is beside us with whose kernels, by the method of plain with these: what most would pick.
@@ -105,10 +105,11 @@ def _cell(it: _Beside | None) -> str:
 
 def _said(pairs: Sequence[_Beside]) -> str:
     """Of how many peers' caps ours is faster in, as one sentence."""
-    faster = sum(it.ratio < 1 for it in pairs)
-    slower = sum(it.ours is not None and it.ratio >= 1 for it in pairs)
-    without = len(pairs) - faster - slower
+    judged = [it.ratio for it in pairs if it.ours is not None]
+    faster, slower = sum(it < 1 - SAME for it in judged), sum(it > 1 + SAME for it in judged)
+    flushing = sum(it.fits for it in pairs) - len(judged)
     return (
-        f"Ours is faster in {faster} of {len(pairs)} caps, slower in {slower}, and in {without} "
-        "none of ours ran without flushes, or at all."
+        f"Ours is faster in {faster} of {len(judged)} caps and slower in {slower}; in {flushing} "
+        f"more it ran with flushes only, and in {len(pairs) - len(judged) - flushing} it was not "
+        "measured."
     )

@@ -233,7 +233,7 @@ def _row(record: Record) -> list[str]:
     name = record["workload"]
     if record["outcome"] != "ok":
         return [name, record.get("precision", ""), record["method"], _gib(cap), record["outcome"],
-                "", "", "", "", "", comparison.measured(record)]  # fmt: skip
+                "", "", "", "", "", comparison.measured([record])]  # fmt: skip
     return [
         name,
         record["precision"],
@@ -245,7 +245,7 @@ def _row(record: Record) -> list[str]:
         _gib(record.get("predicted_peak_bytes")),
         _gib(record.get("peak_reserved_bytes")),
         comparison.retries([record]),
-        comparison.measured(record),
+        comparison.measured([record]),
     ]
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """The host of all graphs of some models: `belady.graph.capture.Host`.
+    """The host of all graphs of some models: `belady.graph.host.Host`.
 
     An iteration begins with the first forward after everything that was saved has been consumed or
     thrown away, or where the first graph of one is called again after a backward: what is still

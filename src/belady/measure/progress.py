@@ -168,6 +168,7 @@ class Progress:
         self.samples, self.paced = [], []
         self.peak_bytes = self.flushed = 0
         self.stage = Stage.SETTLING
+        self.unrest.settles()
 
     def went_otherwise(self) -> None:
         """Count an iteration that did not go as planned; after some, the kind is observed again."""
@@ -176,10 +177,7 @@ class Progress:
             self.observe_again()
 
     def went_as_planned(self, sample: Sample, peak_bytes: int = 0) -> bool:
-        """Count an iteration that did; whether it was the last one that verifies the plan.
-
-        ``peak_bytes`` is 0 unless it was watched.
-        """
+        """Count an iteration that did, watched if it has a peak; whether the plan is verified."""
         self.deviations = 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         if self.stage is Stage.STEADY and self.issued:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-# How often what was steady is verified again.
-_AGAIN = 3
+# How often what was steady is verified again, and within how many iterations flushes are of one
+# cause.
+_AGAIN, _NEAR = 3, 8
 
 
 class Asks(Enum):
@@ -22,7 +23,7 @@ class Unrest:
     """What the steady iterations of one kind ask for.
 
     A single flush can be of what ran in between, such as an evaluation, and leaves memory in
-    pieces. Two in a row are the plan's: what was measured of it holds no longer.
+    pieces. Another soon after is the plan's: what was measured of it holds no longer.
 
     Attributes
     ----------
@@ -34,7 +35,11 @@ class Unrest:
 
     again: int = 0
     record: bool = False
-    _row: int = 0
+    _calm: int = _NEAR
+
+    def settles(self) -> None:
+        """Another plan is in force: what follows is not of what was before."""
+        self._calm = _NEAR
 
     def asks(self, *, flushed: bool, known: bool) -> Asks:
         """What to do after an iteration.
@@ -46,10 +51,12 @@ class Unrest:
         known
             Whether it did while the plan was verified, which goes on nevertheless.
         """
-        self._row = self._row + 1 if flushed else 0
-        if self._row == 1 and not known:
+        calm, self._calm = self._calm, 0 if flushed else self._calm + 1
+        if not flushed or known:
+            return Asks.NOTHING
+        if calm >= _NEAR:
             return Asks.ROOM
-        if self._row > 1 and not known and self.again < _AGAIN:
-            self.again, self._row = self.again + 1, 0
-            return Asks.VERIFYING
-        return Asks.NOTHING
+        if self.again == _AGAIN:
+            return Asks.NOTHING
+        self.again += 1
+        return Asks.VERIFYING

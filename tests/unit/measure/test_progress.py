@@ -350,11 +350,30 @@ def test_what_loses_time_again_and_again_is_left_alone_in_the_end() -> None:
     assert kind.stage is Stage.STEADY
 
 
-def test_single_flushes_cost_no_verification() -> None:
+@pytest.mark.parametrize(("every", "again"), [(9, 0), (8, 1), (2, 1)])
+def test_flushes_now_and_then_cost_no_verification(
+    every: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, cleared = steady(), list[None]()
+    monkeypatch.setattr(Piece, "clear", lambda _: cleared.append(None))
+    for index in range(4 * every):
+        if kind.stage is Stage.STEADY:
+            kind.went_as_planned(SAMPLE if index % every else FLUSHING)
+    assert kind.unrest.again == again
+    # Memory is in one piece again after each of them.
+    assert len(cleared) == (2 if again else 4)
+
+
+def test_what_is_put_in_force_does_not_answer_for_what_was_before() -> None:
     kind = steady()
-    for index in range(20):
-        kind.went_as_planned(SAMPLE if index % 2 else FLUSHING)
-        assert kind.stage is Stage.STEADY
+    kind.went_as_planned(FLUSHING)
+    carrier = cast(Carrier, SimpleNamespace(device=torch.device("cpu"), reserve=lambda _: None))
+    assert kind.trial is not None
+    kind.begin(replace(kind.trial, plan=replace(PLAN, assignments=())), TRACE, carrier)
+    kind.went_as_planned(SAMPLE)
+    assert kind.stage is Stage.STEADY
+    kind.went_as_planned(FLUSHING)
+    assert kind.stage is Stage.STEADY
 
 
 def test_memory_is_divided_anew_for_what_is_verified_again() -> None:
