@@ -46,7 +46,7 @@ def settings(found: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Title and records of each workload in one setting on one machine."""
     by_setting: dict[str, list[Record]] = {}
     for record in found:
-        by_setting.setdefault(_title(record), []).append(record)
+        by_setting.setdefault(title_of(record), []).append(record)
     for name, of in by_setting.items():
         yield from by_machine(name, of)
 
@@ -65,7 +65,8 @@ def by_machine(name: str, found: Iterable[Record]) -> Iterator[tuple[str, list[R
         yield f"{name}, {about or 'unknown device'}", of
 
 
-def _title(record: Record) -> str:
+def title_of(record: Record) -> str:
+    """The setting of a record, without its machine."""
     sizes = "".join(f", {name} {value}" for name, value in record.get("sizes", {}).items())
     layout = ", channels_last" if record.get("channels_last") else ""
     toy = ", toy size" if record.get("toy") else ""
@@ -74,17 +75,15 @@ def _title(record: Record) -> str:
     return f"{record['workload']}{sizes}, {record.get('precision')}{layout}{toy}{chosen}{seed}"
 
 
-def rows(found: Iterable[Record]) -> list[Row]:
-    """Cases of one setting that ran, the largest cap first."""
-    return sorted((row for row in _rows(found) if _ok(row)), key=lambda row: -row.cap_bytes)
-
-
-def _rows(found: Iterable[Record]) -> list[Row]:
-    cases: dict[tuple[str, str], list[Record]] = {}
+def cases(found: Iterable[Record]) -> tuple[list[Row], list[Row]]:
+    """Cases of one setting that ran, the largest cap first, and those that came to nothing."""
+    by: dict[tuple[str, str], list[Record]] = {}
     for record in found:
         if record["method"] != BOUND:
-            cases.setdefault((record["method"], str(record.get("budget"))), []).append(record)
-    return [Row(tuple(_apart(records))) for records in cases.values()]
+            by.setdefault((record["method"], str(record.get("budget"))), []).append(record)
+    rows = [Row(tuple(_apart(records))) for records in by.values()]
+    ran = sorted((row for row in rows if _ok(row)), key=lambda row: -row.cap_bytes)
+    return ran, [row for row in rows if not _ok(row)]
 
 
 def table(found: Sequence[Record]) -> str:
@@ -93,10 +92,10 @@ def table(found: Sequence[Record]) -> str:
     for record in found:
         if record["method"] == BOUND:
             bounds.setdefault(record["budget"], record)
-    measured, failed = rows(found), [row for row in _rows(found) if not _ok(row)]
-    ours = [row for row in measured if row.ours]
+    ran, failed = cases(found)
+    ours = [row for row in ran if row.ours]
     lines = []
-    for row in measured:
+    for row in ran:
         judged = "" if row.ours else verdict(row, ours, failed)
         lines.append(_line(row, _bound(row, bounds.get(row.bounded_by, {})), judged))
     lines += [_failed(record) for row in failed for record in row.failed]

@@ -16,6 +16,7 @@ from benchmarks.cases import ENGINES, OURS, OWN, Record, flushes, kernels_of
 SAME = 0.01
 # By how much waiting for each iteration must change a ratio for both to be told.
 NOTABLE = 0.02
+UNKNOWN = "not measured"
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,11 @@ def verdict(peer: Row, ours: Iterable[Row], failed: Iterable[Row] = ()) -> str:
     """
     if peer.flushes:
         return "not judged"
-    fitting = within(peer, ours)
+    inside = in_its_cap(peer, ours)
+    fitting = [row for row in inside if not row.flushes]
     if not fitting:
-        return _without(peer, [row for row in ours if row.kernels == peer.kernels], failed)
+        refused = does_not_fit(peer, failed)
+        return "**does not fit**" if refused else "**only with flushes**" if inside else UNKNOWN
     ratio = min(row.seconds for row in fitting) / peer.seconds
     in_rows = [row.in_a_row for row in fitting if row.in_a_row is not None]
     if not in_rows or peer.in_a_row is None:
@@ -99,20 +102,16 @@ def verdict(peer: Row, ours: Iterable[Row], failed: Iterable[Row] = ()) -> str:
     return f"{_words(ratio)}; in a row {_words(in_a_row)}"
 
 
-def within(peer: Row, ours: Iterable[Row]) -> list[Row]:
-    """Those of ours with the peer's kernels that passed in no more memory."""
-    same = [row for row in ours if row.kernels == peer.kernels]
-    return [row for row in same if row.cap_bytes <= peer.cap_bytes and not row.flushes]
+def in_its_cap(peer: Row, ours: Iterable[Row]) -> list[Row]:
+    """Those of ours with the peer's kernels that ran in no more memory, with flushes or without."""
+    return [it for it in ours if it.kernels == peer.kernels and it.cap_bytes <= peer.cap_bytes]
 
 
-def _without(peer: Row, ours: Iterable[Row], failed: Iterable[Row]) -> str:
-    """Why none of ours is judged beside a peer."""
+def does_not_fit(peer: Row, failed: Iterable[Row]) -> bool:
+    """Whether ours, asked for the very cap of the peer with its kernels, came to nothing."""
     cap = f"100%:{peer.first['method']}"
     at_its_cap = [row for row in failed if row.ours and row.first.get("budget") == cap]
-    if any(row.kernels == peer.kernels for row in at_its_cap):
-        return "**does not fit**"
-    flushed = any(row.cap_bytes <= peer.cap_bytes for row in ours)
-    return "**only with flushes**" if flushed else "not measured"
+    return any(row.kernels == peer.kernels for row in at_its_cap)
 
 
 def _words(ratio: float) -> str:

@@ -19,7 +19,7 @@ from belady.ir.plan import Budget
 from belady.ir.run import Run
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier
-from belady.measure.corrections import with_gap_of
+from belady.measure.corrections import roomiest
 from belady.planners import plan, smallest_budget
 from belady.simulate.blocks import in_blocks
 from benchmarks.average import held_on_average
@@ -294,7 +294,6 @@ def _of_measured(run: Run, policy: str) -> Record:
 
 def _wider(run: Run, policy: str, measured: Measured) -> int:
     """The smallest budget that leaves the margin which an iteration has asked for."""
-    # Few caps are tried: as where a wider margin was too small as well.
-    asked = with_gap_of(run.trace, run.plan, run.hardware.allocator, measured, [(0.0, True)])
-    hardware = replace(run.hardware, allocator=asked or run.hardware.allocator)
+    asked = roomiest(run.trace, run.plan, run.hardware.allocator, measured)
+    hardware = replace(run.hardware, allocator=asked)
     return smallest_budget(policy, run.trace, hardware, Budget(2**62))

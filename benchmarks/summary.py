@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
-from benchmarks import comparison
 from benchmarks.cases import Record
-from benchmarks.judged import SAME, Row, within
+from benchmarks.comparison import cases, compared, title_of
+from benchmarks.judged import SAME, Row, does_not_fit, in_its_cap
 from benchmarks.records import machine
 
 # Who is beside us with whose kernels, by the method of plain with these: what most would pick.
@@ -22,34 +24,41 @@ _TITLES = {
 
 
 class _Beside(NamedTuple):
-    """A peer within its smallest cap, and the fastest of ours in no more memory, if there is one.
+    """A peer within its smallest cap, and ours in no more memory.
 
     Attributes
     ----------
-    fits
-        Whether one of ours was measured in that cap at all, with flushes or without.
+    ours
+        The fastest that ran without flushes, if there is one.
+    otherwise
+        What is said where there is none.
     """
 
     peer: Row
     ours: Row | None
-    fits: bool
+    otherwise: str
 
     @property
     def ratio(self) -> float:
         """Seconds of ours over the peer's; infinite without any."""
-        return self.ours.seconds / self.peer.seconds if self.ours else float("inf")
+        return self.ours.seconds / self.peer.seconds if self.ours else inf
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether ours is, by more than runs of one case differ."""
+        return self.ratio < 1 - SAME
 
 
 def tables(found: Iterable[Record]) -> str:
     """Markdown: a table for each kind of kernels, a row for each workload on each machine."""
-    settings = [(title, comparison.rows(of)) for title, of in comparison.compared(found)]
+    settings = [cases(of) for _, of in compared(found)]
     parts = []
     for plain, peers in _PEERS.items():
         lines, pairs = list[str](), list[_Beside]()
-        for title, rows in settings:
-            beside = [_beside(name, rows) for name in peers]
+        for ran, failed in settings:
+            beside = [_beside(name, ran, failed) for name in peers]
             if any(beside):
-                lines.append(_line(_named(title, rows), _plain(plain, rows), beside))
+                lines.append(_line(_named(ran[0].first), _plain(plain, ran), beside))
                 pairs += filter(None, beside)
         if pairs:
             head = "| workload | " + " | ".join((plain, *peers)) + " |\n"
@@ -58,17 +67,18 @@ def tables(found: Iterable[Record]) -> str:
     return "\n".join(parts) or "No records yet.\n"
 
 
-def _beside(name: str, rows: Sequence[Row]) -> _Beside | None:
-    """The peer of that name, if it passed a smallest cap that ours was measured in."""
-    found = (row for row in _of(name, rows) if row.first.get("budget") == "smallest")
+def _beside(name: str, ran: Sequence[Row], failed: Sequence[Row]) -> _Beside | None:
+    """The peer of that name, if it passed a smallest cap."""
+    found = (row for row in _of(name, ran) if row.first.get("budget") == "smallest")
     peer = next(found, None)
     if peer is None or peer.flushes:
         return None
-    ours = [row for row in rows if row.ours]
-    same = [row for row in ours if row.kernels == peer.kernels and row.cap_bytes <= peer.cap_bytes]
-    fitting = within(peer, ours)
+    inside = in_its_cap(peer, [row for row in ran if row.ours])
+    fitting = [row for row in inside if not row.flushes]
     fastest = min(fitting, key=lambda row: row.seconds, default=None)
-    return _Beside(peer, fastest, bool(same))
+    refused = does_not_fit(peer, failed)
+    otherwise = "does not fit" if refused else "flushes" if inside else "?"
+    return _Beside(peer, fastest, otherwise)
 
 
 def _of(name: str, rows: Iterable[Row]) -> Iterator[Row]:
@@ -81,11 +91,10 @@ def _plain(name: str, rows: Iterable[Row]) -> str:
     return f"{min(seconds) * 1e3:.0f}" if seconds else ""
 
 
-def _named(title: str, rows: Sequence[Row]) -> str:
+def _named(record: Record) -> str:
     """A setting and the device it was measured on."""
-    device, _ = machine(rows[0].first)
-    name = device.removeprefix("NVIDIA ").split(" ")[0]
-    return f"{title.partition(', NVIDIA')[0]} ({name})"
+    device, _ = machine(record)
+    return f"{title_of(record)} ({device.removeprefix('NVIDIA ').partition(' ')[0]})"
 
 
 def _line(name: str, plain: str, beside: Iterable[_Beside | None]) -> str:
@@ -95,21 +104,16 @@ def _line(name: str, plain: str, beside: Iterable[_Beside | None]) -> str:
 def _cell(it: _Beside | None) -> str:
     if it is None:
         return ""
-    cap = f"in {it.peer.cap_bytes / 2**30:.2f}"
-    theirs = f"{it.peer.seconds * 1e3:.0f}"
-    if it.ours is None:
-        return f"{theirs} → {'flushes' if it.fits else '?'} {cap}"
-    ours = f"{it.ours.seconds * 1e3:.0f}"
-    return f"{theirs} → {f'**{ours}**' if it.ratio < 1 else ours} {cap}"
+    cap, theirs = f"in {it.peer.cap_bytes / 2**30:.2f}", f"{it.peer.seconds * 1e3:.0f}"
+    ours = it.otherwise if it.ours is None else f"{it.ours.seconds * 1e3:.0f}"
+    return f"{theirs} → {f'**{ours}**' if it.is_faster else ours} {cap}"
 
 
 def _said(pairs: Sequence[_Beside]) -> str:
     """Of how many peers' caps ours is faster in, as one sentence."""
-    judged = [it.ratio for it in pairs if it.ours is not None]
-    faster, slower = sum(it < 1 - SAME for it in judged), sum(it > 1 + SAME for it in judged)
-    flushing = sum(it.fits for it in pairs) - len(judged)
-    return (
-        f"Ours is faster in {faster} of {len(judged)} caps and slower in {slower}; in {flushing} "
-        f"more it ran with flushes only, and in {len(pairs) - len(judged) - flushing} it was not "
-        "measured."
-    )
+    judged = [it for it in pairs if it.ours is not None]
+    faster, slower = sum(it.is_faster for it in judged), sum(it.ratio > 1 + SAME for it in judged)
+    others = Counter(it.otherwise for it in pairs if it.ours is None)
+    told = ", ".join(f"`{word}` in {count} more" for word, count in sorted(others.items()))
+    said = f"Ours is faster in {faster} of {len(judged)} caps and slower in {slower}"
+    return f"{said}; {told}." if told else f"{said}."

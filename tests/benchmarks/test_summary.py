@@ -30,6 +30,7 @@ def cells(found: list[dict[str, Any]]) -> list[str]:
             "100 → **70** in 5.00",
         ),
         ([record("belady:auto", 4, 0.12)], "100 → 120 in 5.00"),
+        ([record("belady:auto", 4, 0.0995)], "100 → 100 in 5.00"),
         ([record("belady:auto", 4, 0.05, allocation_retries=3)], "100 → flushes in 5.00"),
         ([record("belady:auto", 6, 0.05)], "100 → ? in 5.00"),
         ([record("belady-inductor:auto", 4, 0.05)], "100 → ? in 5.00"),
@@ -53,17 +54,21 @@ def test_kernels_have_tables_of_their_own() -> None:
     eager = [peer("checkpoint", 5, 0.1), record("belady:auto", 5, 0.08)]
     fused = [peer("inductor-0.5", 5, 0.06), record("belady-inductor:auto", 5, 0.07)]
     (one, other) = tables([*eager, *fused]).split("\n\n**Inductor")
-    assert "faster in 1 of 1 caps and slower in 0; in 0 more" in one
-    assert "faster in 0 of 1 caps and slower in 1; in 0 more" in other
+    assert "faster in 1 of 1 caps and slower in 0." in one
+    assert "faster in 0 of 1 caps and slower in 1." in other
     assert "| 60 → 70 in 5.00 |" in other
 
 
 def test_what_is_not_judged_is_counted_apart() -> None:
     peers = [peer("checkpoint", 5, 0.1), peer("trl", 4, 0.1), peer("save_on_cpu", 3, 0.1)]
     ours = [record("belady:auto", 5, 0.1), record("belady:auto", 4, 0.01, allocation_retries=1)]
-    said = tables([*peers, *ours]).partition("|")[0]
-    assert "faster in 0 of 1 caps and slower in 0; in 1 more it ran with flushes only" in said
-    assert "and in 1 it was not measured." in said
+    failed = record("belady:auto", 0, 0.0, budget="100%:save_on_cpu", outcome="infeasible")
+    for known, last in ([], "`?`"), ([failed], "`does not fit`"):
+        said = tables([*peers, *ours, *known]).partition("\n")[0]
+        # As fast as the peer, but for what two runs differ by, is neither.
+        assert "faster in 0 of 1 caps and slower in 0; " in said
+        assert f"{last} in 1 more" in said
+        assert "`flushes` in 1 more" in said
 
 
 def test_nothing_is_shown_without_peers() -> None:

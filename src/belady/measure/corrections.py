@@ -217,9 +217,8 @@ def with_gap_of(
 ) -> Allocator | None:
     """The allocator with the margin that an iteration under ``plan`` showed; None if it agrees.
 
-    Where it had to flush its cache the margin was too small. The next one is tried; where that is
-    too small as well, all that can be lacking: what it held could have stayed beside the largest
-    piece that was asked for. Where it did not, a smaller one is worth trying if the
+    Where it had to flush its cache the margin was too small. The next one is tried, and where that
+    is too small as well, the `roomiest`. Where it did not, a smaller one is worth trying if the
     plan loses time: what it reserved beyond what was allocated is all that the blocks of this plan
     need, and where that was set aside for it, half of the margin may do.
 
@@ -228,18 +227,18 @@ def with_gap_of(
     others
         Margins of plans that were measured before, and whether the allocator had to flush.
     """
-    fraction, peak = allocator.margin_fraction, _moving_peak(trace, plan, allocator, measured)
+    fraction = allocator.margin_fraction
     if measured.allocation_retries:
-        more = wider(allocator).margin_fraction
-        if peak and measured.reserved_bytes and any(flushed for _, flushed in others):
-            beside = measured.reserved_bytes + _largest_piece(trace, plan)
-            more = max(more, allocator.fraction_of(peak, beside))
+        again = any(flushed for _, flushed in others)
+        roomier = roomiest(trace, plan, allocator, measured) if again else wider(allocator)
+        more = roomier.margin_fraction
         enough = min((it for it, flushed in others if not flushed and it > fraction), default=None)
         if enough is not None:
             more = (fraction + enough) / 2
             if enough - more < _MARGIN_STEP:
                 return None
         return replace(allocator, margin_fraction=more)
+    peak = _moving_peak(trace, plan, allocator, measured)
     loses = plan.predicted_seconds > _LOSES * unhindered_seconds(trace)
     if not peak or not measured.reserved_bytes or not loses:
         return None
@@ -260,6 +259,19 @@ def _moving_peak(trace: Trace, plan: Plan, allocator: Allocator, measured: Measu
 def wider(allocator: Allocator) -> Allocator:
     """The allocator with the next margin to try where its own was too small."""
     fraction = max(MARGIN_AT_LEAST, 1.5 * allocator.margin_fraction + 0.02)
+    return replace(allocator, margin_fraction=fraction)
+
+
+def roomiest(trace: Trace, plan: Plan, allocator: Allocator, measured: Measured) -> Allocator:
+    """The allocator with room for all that can be lacking where it had to flush its cache.
+
+    That is what it held beside the largest piece that is asked for.
+    """
+    more, peak = wider(allocator), _moving_peak(trace, plan, allocator, measured)
+    if not peak or not measured.reserved_bytes:
+        return more
+    beside = measured.reserved_bytes + _largest_piece(trace, plan)
+    fraction = max(more.margin_fraction, allocator.fraction_of(peak, beside))
     return replace(allocator, margin_fraction=fraction)
 
 
