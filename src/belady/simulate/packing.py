@@ -1,0 +1,235 @@
+"""Addresses for blocks whose lives are known, so that next to nothing is lost between them.
+
+An iteration that is launched as it was captured takes and gives back the same blocks each time. An
+allocator, which learns of one block after another, puts each into some hole that it fits into;
+where all are known before, they can be packed (dynamic storage allocation, strongly NP-hard: Garey
+and Johnson, 1979, problem SR2). Packed here as by Sekiyama et al. ("Profile-guided memory
+optimization for deep neural networks", 2018, section 4) block after block, each where it fits
+tightest among those it lives with, and in many orders, as that which comes last lies highest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+# Of orders beside the best so far, how many are gone on from although they are worse.
+_WORSE = 0.03
+# How often another block is moved too.
+_ANOTHER = 0.3
+
+
+class Life(NamedTuple):
+    """A block: its bytes, and the first and the last moment at which it is there.
+
+    ``gone`` is how many blocks have come when it goes, where that is before the moment is over.
+    """
+
+    nbytes: int
+    first: int
+    last: int
+    gone: int = 1 << 62
+
+
+class Packing(NamedTuple):
+    """Blocks, in the order in which they come; where each begins, and where the highest ends."""
+
+    lives: Sequence[Life]
+    addresses: Sequence[int]
+    end: int
+
+
+def held_bytes(lives: Sequence[Life]) -> int:
+    """The most that is there at one moment: no packing ends below it."""
+    if not lives:
+        return 0
+    steps = np.zeros(max(it.last for it in lives) + 2, dtype=np.int64)
+    for it in lives:
+        steps[it.first] += it.nbytes
+        steps[it.last + 1] -= it.nbytes
+    return int(steps.cumsum().max())
+
+
+def packed(lives: Sequence[Life], small: int, most_s: float) -> Packing:
+    """The lowest packing found.
+
+    Parameters
+    ----------
+    lives
+        Blocks of more than ``small`` bytes, in the order in which they come.
+    small
+        What lies below a block when it comes, down to the next one that is there, is nothing or
+        more than so many bytes: what fills it has to be a block too.
+    most_s
+        Seconds after which no other order is tried.
+    """
+    least = held_bytes(lives)
+    search, until = _Search(lives, small), perf_counter() + most_s
+    best = min((search.of(order) for order in search.orders()), key=_lowest)
+    here, rng = best, random.Random(0)
+    while best.end > least and perf_counter() < until:
+        other = search.of(_moved(here, rng))
+        if _lowest(other) <= _lowest(here) or rng.random() < _WORSE:
+            here = other
+        best = min(best, other, key=_lowest)
+    return Packing(lives, best.addresses, best.end)
+
+
+class _Tried(NamedTuple):
+    """An order, the addresses it leads to, and blocks that the end or what lies below blames."""
+
+    order: list[int]
+    addresses: list[int]
+    end: int
+    blamed: list[int]
+
+
+def _lowest(tried: _Tried) -> int:
+    return tried.end
+
+
+def _moved(tried: _Tried, rng: random.Random) -> list[int]:
+    """An order in which a block that is to blame comes earlier."""
+    order = [*tried.order]
+    block = rng.choice(tried.blamed)
+    place = order.index(block)
+    order.insert(int(place * rng.random()), order.pop(place))
+    if rng.random() < _ANOTHER:
+        order.insert(rng.randrange(len(order)), order.pop(rng.randrange(len(order))))
+    return order
+
+
+class _Hole(NamedTuple):
+    nbytes: int
+    address: int
+
+
+class _Search:
+    def __init__(self, lives: Sequence[Life], small: int) -> None:
+        self._small = small
+        self._lives = lives
+        self._sizes, self._first, self._last = (
+            np.array([it[field] for it in lives], dtype=np.int64) for field in range(3)
+        )
+        self._beside = [
+            np.flatnonzero((self._first <= it.last) & (self._last >= it.first)) for it in lives
+        ]
+
+        moments = dict[int, list[int]]()
+        for block, it in enumerate(lives):
+            moments.setdefault(it.first, []).append(block)
+        self._together = [blocks for blocks in moments.values() if len(blocks) > 1]
+
+    def orders(self) -> list[list[int]]:
+        """Orders to begin with: large blocks first, those that stay long, or both at once."""
+        sizes, spans = self._sizes, self._last - self._first + 1
+        keys = (
+            np.lexsort((-spans, -sizes)),
+            np.argsort(-sizes * spans),
+            np.lexsort((-sizes, -spans)),
+        )
+        return [[int(it) for it in key] for key in keys]
+
+    def of(self, order: list[int]) -> _Tried:
+        """What an order leads to."""
+        below = np.full(len(order), -1, dtype=np.int64)
+        for block in order:
+            beside = self._beside[block]
+            below[block] = self._tightest(block, beside[below[beside] >= 0], below)
+        ends = below + self._sizes
+        end = int(ends.max(initial=0))
+        blamed = self._hanging(below, ends)
+        # What hangs has to lie elsewhere: as much as it takes counts as missing.
+        end += sum(int(self._sizes[it]) for it in blamed)
+        blamed = blamed or [int(it) for it in np.flatnonzero(ends == ends.max(initial=0))]
+        return _Tried(order, [int(it) for it in below], end, blamed)
+
+    def _tightest(self, block: int, others: np.ndarray, below: np.ndarray) -> int:
+        """The lowest address of the smallest gap between others that holds the block."""
+        if not len(others):
+            return 0
+        others = others[np.argsort(below[others], kind="stable")]
+        starts = below[others]
+        ends = np.maximum.accumulate(starts + self._sizes[others])
+        begins = np.concatenate(([0], ends))
+        gaps = starts - begins[:-1]
+        fits = np.flatnonzero(gaps >= self._sizes[block])
+        if not len(fits):
+            return int(begins[-1])
+        return int(begins[fits[np.argmin(gaps[fits])]])
+
+    def _hanging(self, below: np.ndarray, ends: np.ndarray) -> list[int]:
+        """Blocks that would come to lie lower than they are to.
+
+        That is where what is free below one is too small to be filled with a block, or is to be
+        taken at the same moment by one that comes later.
+        """
+        found = []
+        for block, life in enumerate(self._lives):
+            beside = self._beside[block]
+            there = beside[(self._first[beside] <= life.first) & (beside != block)]
+            # Of those that come at the same moment, what comes later is not there yet.
+            earlier = there[there < block]
+            lower = ends[earlier[ends[earlier] <= below[block]]]
+            gap = int(below[block]) - int(lower.max(initial=0))
+            if 0 < gap <= self._small:
+                found.append(block)
+        return found + self._astray(below)
+
+    def _astray(self, below: np.ndarray) -> list[int]:
+        """Blocks that would lie where another one is to that comes at the same moment.
+
+        Each takes the smallest hole that holds it, and what is left for neighbours is one.
+        """
+        found = []
+        for blocks in self._together:
+            holes = [self._widened(it, blocks[0], below) for it in self._holes(blocks, below)]
+            there = list[int]()
+            for block in blocks:
+                for before in [it for it in there if self._lives[it].gone <= block]:
+                    there.remove(before)
+                    holes = _opened(holes, int(below[before]), int(self._sizes[before]))
+                nbytes = int(self._sizes[block])
+                hole = min((it for it in holes if it.nbytes >= nbytes), default=None)
+                if hole is None or hole.address != below[block]:
+                    found.append(block)
+                    break
+                there.append(block)
+                holes.remove(hole)
+                holes.append(_Hole(hole.nbytes - nbytes, hole.address + nbytes))
+        return found
+
+    def _holes(self, blocks: Sequence[int], below: np.ndarray) -> list[_Hole]:
+        holes = list[_Hole]()
+        for block in sorted(blocks, key=lambda it: below[it]):
+            address, nbytes = int(below[block]), int(self._sizes[block])
+            last = holes[-1] if holes else None
+            if last is not None and address - (last.address + last.nbytes) <= self._small:
+                holes[-1] = _Hole(address + nbytes - last.address, last.address)
+            else:
+                holes.append(_Hole(nbytes, address))
+        return holes
+
+    def _widened(self, hole: _Hole, block: int, below: np.ndarray) -> _Hole:
+        """A hole with what is free above it and too small to be filled, when ``block`` comes."""
+        beside, moment = self._beside[block], self._lives[block].first
+        above = below[beside[self._first[beside] < moment]] - (hole.address + hole.nbytes)
+        gap = int(above[above >= 0].min(initial=self._small + 1))
+        return hole if gap > self._small else _Hole(hole.nbytes + gap, hole.address)
+
+
+def _opened(holes: Sequence[_Hole], address: int, nbytes: int) -> list[_Hole]:
+    """Holes with another one, which is one with those beside it."""
+    rest, end = list[_Hole](), address + nbytes
+    for hole in holes:
+        if hole.address + hole.nbytes == address:
+            address = hole.address
+        elif hole.address == end:
+            end += hole.nbytes
+        else:
+            rest.append(hole)
+    return [*rest, _Hole(end - address, address)]
