@@ -6,7 +6,7 @@ many ops nobody knows it before they have run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,17 @@ class Ledger:
     ----------
     device
         A CUDA device has its index.
+
+    Attributes
+    ----------
+    addresses
+        Of the blocks that were noted last, by number.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._open = False
+        self.addresses: Sequence[int] = ()
 
     @property
     def listens(self) -> bool:
@@ -53,7 +59,8 @@ class Ledger:
         found = torch.cuda.memory._snapshot()
         self.drop()
         pools = [it for it in found["segments"] if tuple(it["segment_pool_id"]) != (0, 0)]
-        return _numbered(found["device_traces"][self._device.index], pools)
+        events, self.addresses = _numbered(found["device_traces"][self._device.index], pools)
+        return events
 
     def drop(self) -> None:
         """Forget what was noted."""
@@ -62,15 +69,16 @@ class Ledger:
             self._open = False
 
 
-def _numbered(entries: Iterable[_Entry], pools: Iterable[_Entry]) -> list[Event]:
-    """Entries as events, without those of blocks that lie in ``pools``."""
+def _numbered(entries: Iterable[_Entry], pools: Iterable[_Entry]) -> tuple[list[Event], list[int]]:
+    """Entries as events, without those of blocks that lie in ``pools``, and where blocks lay."""
     apart = [(it["address"], it["address"] + it["total_size"]) for it in pools]
-    events, living, count = list[Event](), dict[int, int](), 0
+    events, living, addresses = list[Event](), dict[int, int](), list[int]()
     for entry in entries:
         at = entry.get("addr", 0)
         if entry["action"] == _TAKEN and not any(begin <= at < end for begin, end in apart):
-            living[at], count = count, count + 1
+            living[at] = len(addresses)
+            addresses.append(at)
             events.append((living[at], entry["size"]))
         elif entry["action"] == _GIVEN_BACK and at in living:
             events.append((living.pop(at), 0))
-    return [*events, *((block, 0) for block in living.values())]
+    return [*events, *((block, 0) for block in living.values())], addresses

@@ -31,7 +31,9 @@ def test_blocks_have_numbers_and_are_all_gone_at_the_end() -> None:
         entry("free_completed", 100, 30),
     ]
     pools = [{"address": 100, "total_size": 100}]
-    assert _numbered(entries, pools) == [(0, 10), (0, 0), (1, 20), (2, 40), (1, 0), (2, 0)]
+    events, addresses = _numbered(entries, pools)
+    assert events == [(0, 10), (0, 0), (1, 20), (2, 40), (1, 0), (2, 0)]
+    assert addresses == [7, 7, 200]
 
 
 def test_nothing_is_noted_of_a_cpu() -> None:

@@ -1,0 +1,91 @@
+"""Where generated code may take memory: ops that torch dispatches, and buffers of fused kernels."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from belady.graph.program import Program
+from belady.memory.filling import Filling
+
+# What the modules that Inductor writes call for a buffer, and where it keeps these modules.
+_BUFFERS, _CACHE = ("empty_strided_cuda", "empty_strided_cpu"), "torch._inductor.codecache"
+
+
+# What is told, by thread; and what else is to be put back when nothing is any more.
+_TOLD: dict[int, Callable[[], None]] = {}
+_BEFORE: list[tuple[dict[str, Any], str, Any]] = []
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def told_of_points(point: Callable[[], None]) -> Iterator[None]:
+    """Have ``point`` called before each of them, of this thread."""
+    thread = threading.get_ident()
+    with _LOCK:
+        if not _TOLD:
+            _tell_of_buffers()
+        _TOLD[thread] = point
+    try:
+        with _Telling(point):
+            yield
+    finally:
+        with _LOCK:
+            del _TOLD[thread]
+            if not _TOLD:
+                for module, name, plain in _BEFORE:
+                    module[name] = plain
+                _BEFORE.clear()
+
+
+def _tell_of_buffers() -> None:
+    cache = sys.modules.get(_CACHE)
+    modules = [] if cache is None else [vars(it) for it in cache.PyCodeCache.modules]
+    _BEFORE.extend((it, name, it[name]) for it in modules for name in _BUFFERS if name in it)
+    for module, name, plain in _BEFORE:
+        module[name] = _telling(plain)
+
+
+def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def buffer(*args: Any) -> Any:
+        point = _TOLD.get(threading.get_ident())
+        if point is not None:
+            point()
+        return plain(*args)
+
+    return buffer
+
+
+@contextmanager
+def filled(program: Program, filling: Filling | None) -> Iterator[Program]:
+    """A program whose blocks lie where they are to, as it is captured."""
+    if filling is None:
+        yield program
+        return
+    try:
+        with told_of_points(filling.point):
+            filling.open()
+            yield program.told(filling)
+    finally:
+        filling.close()
+
+
+class _Telling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, point: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._point = point
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self._point()
+        return func(*args, **(kwargs or {}))
