@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -30,6 +31,17 @@ _FASTEST, _SLOWEST = 4.0, 4.0
 _LEAST, _UNUSUAL = 0.05, 2.0
 # How often the seconds of ops follow from those of others.
 _LOOKS = 2
+
+
+class _Shows(Enum):
+    """What the time between boundaries shows of kernels.
+
+    What they take; that, or less where the host was late; or the most that they take.
+    """
+
+    ALL = auto()
+    LATE = auto()
+    MOST = auto()
 
 
 class _Stretch(NamedTuple):
@@ -76,7 +88,7 @@ class _Work:
         """Whether it is what runs between graphs, of which nothing is known from watching."""
         return all(op.phase is Phase.LOSS for op in self.ops[it.start : it.stop])
 
-    def shares(self, it: _Stretch, seconds: float, *, late: bool) -> Iterator[float]:
+    def shares(self, it: _Stretch, seconds: float, shows: _Shows) -> Iterator[float]:
         """What each op takes in a stretch of so many ``seconds``, of what the trace has for it.
 
         A kernel that was watched takes what it took then, or less: what lasts longer waits for the
@@ -84,10 +96,14 @@ class _Work:
         these cannot take is of all.
         """
         own, guesses = self._own[it.start : it.stop], self._guessed[it.start : it.stop]
+        if shows is _Shows.MOST:
+            # Of which of them it is that they take less nobody knows.
+            yield from [min(1.0, max(seconds / sum(own), 1 / _FASTEST))] * len(own)
+            return
         guessed = sum(guess for guess in guesses if guess is not None)
         watched = sum(s for s, guess in zip(own, guesses, strict=True) if guess is None)
         left = min(max(seconds - watched, _LEAST * seconds), _SLOWEST * guessed)
-        of_all = seconds / (watched + left)
+        of_all, late = seconds / (watched + left), shows is not _Shows.ALL
         if late or not guessed:
             of_all = min(of_all, 1.0)
         for one, guess in zip(own, guesses, strict=True):
@@ -111,21 +127,24 @@ def with_pace_of(
     Parameters
     ----------
     samples
-        Where the device was held back in some, these alone count.
+        Where the device was held back in some, these alone count. While the allocator flushes its
+        cache the device waits for the host, too: where it did in all of them, kernels take no more
+        than they show.
     made
         Whether a compiler makes the kernel of an op, together with others, so that nobody has
         watched it.
     """
     if trace.device == "cpu":
         return None
-    # While the allocator flushes its cache the device waits for the host, too.
-    taken = [sample for sample in samples if sample.paced and not sample.retries]
-    held = [sample for sample in taken if sample.held]
-    paced, found = [sample.paced for sample in held or taken], None
+    taken = [sample for sample in samples if sample.paced]
+    calm = [sample for sample in taken if not sample.retries]
+    held = [sample for sample in calm if sample.held]
+    shows = _Shows.ALL if held else _Shows.LATE if calm else _Shows.MOST
+    paced, found = [sample.paced for sample in held or calm or taken], None
     # What is made again is of ops before: it is known better once they are.
     for _ in range(_LOOKS if paced else 0):
-        others = _others(found or trace, hardware, plan, late=not held)
-        found = _at_pace(trace, paced, _Work(trace, plan, others, made), late=not held)
+        others = _others(found or trace, hardware, plan, late=shows is _Shows.LATE)
+        found = _at_pace(trace, paced, _Work(trace, plan, others, made), shows)
     return found
 
 
@@ -171,7 +190,7 @@ def _usual(moved: Sequence[tuple[float, int]]) -> float:
 
 
 def _at_pace(
-    trace: Trace, paced: Sequence[Mapping[tuple[int, int], float]], work: _Work, *, late: bool
+    trace: Trace, paced: Sequence[Mapping[tuple[int, int], float]], work: _Work, shows: _Shows
 ) -> Trace | None:
     """The trace with seconds as they were between boundaries; None if they agree."""
     shared = set(paced[0]).intersection(*paced[1:])
@@ -179,11 +198,13 @@ def _at_pace(
     for it in _stretches({ends: min(each[ends] for each in paced) for ends in shared}, work):
         own, left = work.own(it), it.seconds - work.others(it)
         here = ops[it.start : it.stop]
+        if work.is_outside(it) and shows is _Shows.MOST:
+            continue
         if work.is_outside(it):
             one = max(left, 0.0) / len(here)
             found = [replace(op, device_seconds=one) for op in here]
         elif own > 0 and left > 0:
-            found = list(map(faster, here, work.shares(it, left, late=late)))
+            found = list(map(faster, here, work.shares(it, left, shows)))
         else:
             continue
         off += abs(sum(op.device_seconds for op in found) - own)

@@ -59,10 +59,24 @@ def test_what_not_all_iterations_passed_says_nothing() -> None:
     assert seconds_with(FOUR, KEPT, *samples) == [0.5, 0.5, 1.0, 1.0]
 
 
-def test_an_iteration_in_which_the_allocator_flushed_its_cache_says_nothing() -> None:
-    flushed = replace(paced((0, 4, 2.0)), retries=1, held=True)
-    assert pace_of(FOUR, KEPT, gpu(), [flushed]) is None
-    assert seconds_with(FOUR, KEPT, flushed, paced((0, 2, 1.0))) == [0.5, 0.5, 1.0, 1.0]
+def test_while_the_allocator_flushes_its_cache_kernels_take_no_more_than_they_show() -> None:
+    # Of the first two ops less than was thought, and of the others all that the host did.
+    flushed = replace(paced((0, 2, 1.0), (2, 4, 9.0)), retries=1, held=True)
+    assert seconds_with(FOUR, KEPT, flushed) == [0.5, 0.5, 1.0, 1.0]
+    # Where one did not, it alone counts.
+    calm = paced((0, 2, 1.5))
+    assert seconds_with(FOUR, KEPT, flushed, calm) == [0.75, 0.75, 1.0, 1.0]
+    assert seconds_with(FOUR, KEPT, replace(flushed, retries=0)) == [0.5, 0.5, 4.5, 4.5]
+
+
+def test_a_flush_makes_no_kernel_faster_than_anything_shows() -> None:
+    # What a host was late with is a part of the most that kernels take.
+    late = trace_of([1.0] * 4, host_s=1.5)
+    flushed = replace(paced((0, 4, 5.0)), retries=1, held=True)
+    assert pace_of(late, plan_of(late), gpu(), [flushed]) is None
+    # Nor does one that reads much and one that reads little share otherwise than before.
+    of_both = replace(paced((0, 2, 2.0)), retries=1)
+    assert pace_of(FOUR, KEPT, gpu(), [of_both]) is None
 
 
 def test_what_is_made_again_is_no_part_of_the_ops_that_ask_for_it() -> None:
