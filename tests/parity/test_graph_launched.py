@@ -285,8 +285,8 @@ def test_launches_are_planned_for_only_where_the_host_is_late(
 ) -> None:
     gains, found, launched = launching._GAINS, list[Plan](), Verification.launched
 
-    def noted(self: Verification, *given: Any) -> Any:
-        trace, trial = launched(self, *given)
+    def noted(self: Verification, *given: Any, **named: Any) -> Any:
+        trace, trial = launched(self, *given, **named)
         found.append(trial.plan)
         return trace, trial
 
@@ -342,9 +342,9 @@ def asked_to_leave(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
     planned = Verification.launched
 
-    def note(self: Verification, *given: Any) -> Any:
+    def note(self: Verification, *given: Any, **named: Any) -> Any:
         asked.append(given[2])
-        return planned(self, *given)
+        return planned(self, *given, **named)
 
     monkeypatch.setattr(Verification, "launched", note)
     return asked
@@ -398,9 +398,9 @@ def test_launches_are_weighed_when_an_iteration_without_flushes_has_been_seen(
         trace, found = chosen(self, trace, tried, *given)
         return trace, another(tried[0]) if len(tried) < 3 else found
 
-    def note(self: Verification, *given: Any) -> Any:
+    def note(self: Verification, *given: Any, **named: Any) -> Any:
         asked.append(len(flushes))
-        return launched(self, *given)
+        return launched(self, *given, **named)
 
     monkeypatch.setattr(Verification, "verified", flushing)
     monkeypatch.setattr(Verification, "chosen", other)
@@ -598,9 +598,9 @@ def test_what_was_lacking_is_known_where_another_way_fails_otherwise(
     asked: list[int] = []
     planned, capture = Verification.launched, Rerun.capture
 
-    def note(self: Verification, *given: Any) -> Any:
+    def note(self: Verification, *given: Any, **named: Any) -> Any:
         asked.append(given[2])
-        return planned(self, *given)
+        return planned(self, *given, **named)
 
     def fails(self: Rerun, issue: Any) -> Any:
         if self.holes is not None:
@@ -939,6 +939,7 @@ def test_a_gpu_has_its_memory_back_at_once_when_a_capture_fails(
 ) -> None:
     """What comes next needs it, and garbage may be collected long after."""
     monkeypatch.setattr(launching, "_GAINS", -100.0)
+    monkeypatch.setattr(launching, "packs", lambda device: False)
     monkeypatch.setattr(capturing, "_MOST_S", math.inf)
     monkeypatch.setattr(capturing, "divisions", lambda *_: DIVISIONS)
     capture, captured = Launches.capture, Launching._captured
@@ -973,6 +974,7 @@ def test_a_gpu_has_its_memory_back_at_once_when_a_capture_fails(
 @pytest.mark.gpu
 def test_a_gpu_divides_a_piece_by_what_an_iteration_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_GAINS", -100.0)
+    monkeypatch.setattr(launching, "packs", lambda device: False)
     asked: list[Sequence[Event]] = []
     holes: list[Holes | None] = []
     capture = Launches.capture

@@ -15,6 +15,7 @@ from belady.graph.contents import Content
 from belady.ir.trace import Tier
 from belady.memory.contents import Moved
 from belady.simulate.holes import Holes
+from belady.simulate.packing import Packing
 from belady.simulate.stretch import Event
 
 # What a piece of memory is said to be divided into best; and in how many ways a pool may begin.
@@ -136,7 +137,9 @@ def launching_on_a_cpu(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Modu
     """Have iterations launched that gain nothing; what stands for their graphs, as it is made."""
     made: list[Rerun] = []
 
-    def launches(device: torch.device, holes: Holes | None, room_bytes: int) -> Rerun:
+    def launches(
+        device: torch.device, holes: Holes | None, room_bytes: int, packing: Packing | None
+    ) -> Rerun:
         made.append(Rerun(models, holes))
         return made[-1]
 

@@ -21,9 +21,11 @@ from belady.graph.beside import sent
 from belady.graph.kinds import Force
 from belady.graph.launched import Launched
 from belady.memory.cap import WALL_BYTES
+from belady.memory.capturing import Capturing
 from belady.memory.carrier import Carrier
-from belady.memory.launches import Capturing, Launches
+from belady.memory.launches import Launches
 from belady.simulate.holes import Holes, divisions, told
+from belady.simulate.packing import Packing, held_bytes
 from belady.simulate.stretch import Event
 from belady.units import format_bytes
 
@@ -57,6 +59,8 @@ class Attempt:
         The most that the device may reserve then.
     first
         What the pool of the last capture that had room began with.
+    packing
+        Of the blocks that come and go; then they are placed in no other way.
     """
 
     force: Force
@@ -66,6 +70,7 @@ class Attempt:
     events: Sequence[Event]
     room_bytes: int
     first: Holes | None = None
+    packing: Packing | None = None
 
     def captured(self) -> tuple[Launched | None, int]:
         """What was captured; or None, and the bytes that were lacking: 0 where more would not do.
@@ -74,11 +79,12 @@ class Attempt:
         """
         least, until = 0, time.monotonic() + _MOST_S
         for holes in self._ways():
-            launches: Capturing = Launches(self.carrier.device, holes, self.room_bytes)
+            known = self.carrier.device, holes, self.room_bytes, self.packing
+            launches: Capturing = Launches(*known)
             launched, lacking = self._with(launches)
             if launched is not None:
                 if holes is not None:
-                    _log.info("an iteration is captured in one piece: %s", told(holes))
+                    _log.info("an iteration is captured in one piece: %s", self._told(launched))
                 return launched, 0
             # Frames of what failed may be in cycles; the pool stays as long as one of them does.
             gc.collect()
@@ -92,11 +98,20 @@ class Attempt:
 
     def _ways(self) -> Iterator[Holes | None]:
         """What a pool may begin with; one thing after another is worked out as it is asked for."""
+        if self.packing is not None:
+            yield ()
+            return
         yield self.first
         if self.first is not None:
             yield None
         found = divisions(self.events, WALL_BYTES, DIVISIONS)
         yield from (it for it in found if it != self.first)
+
+    def _told(self, launched: Launched) -> str:
+        if self.packing is None:
+            return told(launched.launches.holes or ())
+        held, end = format_bytes(held_bytes(self.packing.lives)), format_bytes(self.packing.end)
+        return f"blocks of {held} are packed into {end}; places of {launched.missed} were not free"
 
     def _with(self, launches: Capturing) -> tuple[Launched | None, int]:
         trace, plan = self.force.drawn.trace, self.force.plan

@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -25,6 +26,30 @@ class Called:
     scarce: bool = False
 
 
+class Does(Enum):
+    """What a statement does to values: makes them, has them managed, or neither."""
+
+    MAKES = auto()
+    HOLDS = auto()
+    SHOWS = auto()
+
+
+class Keeper(Protocol):
+    """What is told of the values of a function as it runs."""
+
+    def before(self, *values: Any) -> None:
+        """A statement comes, which reads them."""
+        ...
+
+    def made(self, *values: Any) -> None:
+        """One has made them."""
+        ...
+
+    def held(self, *values: Any) -> None:
+        """They are managed from now on."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One statement, the names that it reads and those that it binds, and what it calls."""
@@ -33,6 +58,7 @@ class Line:
     reads: tuple[str, ...] = ()
     binds: tuple[str, ...] = ()
     called: Called | None = None
+    does: Does = Does.SHOWS
 
 
 @dataclass
@@ -57,9 +83,11 @@ class Code:
         reads: Iterable[str] = (),
         binds: Iterable[str] = (),
         called: Called | None = None,
+        does: Does = Does.SHOWS,
     ) -> None:
         """Append a statement."""
-        self.lines.append(Line(text, tuple(reads), tuple(binds), called))
+        does = does if called is None else Does.MAKES
+        self.lines.append(Line(text, tuple(reads), tuple(binds), called, does))
 
     def constant(self, value: Any, hint: str = "c") -> str:
         """A global name for ``value``, the same one for the same object."""
@@ -99,6 +127,23 @@ class Code:
         else:
             (made,) = (names[it] for it in step.made)
             self.add(f"{made} = {call}", reads, [made], called)
+
+    def told(self, keeper: Keeper) -> Code:
+        """The same statements, of whose values ``keeper`` is told; not of those that it returns."""
+        told = Code([], dict(self.constants), dict(self._named))
+        it = told.constant(keeper, "keeper")
+        for line in self.lines:
+            if line.text.startswith("return"):
+                told.lines.append(line)
+                continue
+            reads = tuple(name for name in line.reads if name not in self.constants)
+            told.add(f"{it}.before({', '.join(reads)})", reads)
+            told.lines.append(line)
+            if line.does is Does.MAKES and line.binds:
+                told.add(f"{it}.made({', '.join(line.binds)})", line.binds)
+            elif line.does is Does.HOLDS and reads:
+                told.add(f"{it}.held({', '.join(reads)})", reads)
+        return told
 
     def function(self, head: str) -> Callable[..., Any]:
         """Compile ``def {head}`` with these lines; a name is dropped after its last use."""

@@ -82,3 +82,14 @@ def storage_of(value: Any) -> int:
 def is_copied(arg: Any, lasting: set[int]) -> bool:
     """Whether an input is copied to where a capture has it: its storage is none of ``lasting``."""
     return isinstance(arg, torch.Tensor) and storage_of(arg) not in lasting
+
+
+def packs(device: torch.device) -> bool:
+    """Whether blocks of what is captured can be packed."""
+    return device.type == "cuda"
+
+
+def is_one_of_several() -> bool:
+    """Whether other processes take part, whose collectives a launch would not know of."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()

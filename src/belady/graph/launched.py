@@ -18,13 +18,15 @@ from belady.graph.fixed import Checked, FixedContents, Kept, Places, copied, lik
 from belady.graph.kinds import Force
 from belady.graph.launchable import is_copied, settings, storage_of
 from belady.graph.placing import gradients_of
+from belady.graph.points import filled
 from belady.graph.program import Program
 from belady.ir.collector import seldom_collected
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Tier
+from belady.memory.capturing import Capturing
+from belady.memory.filling import Filling
 from belady.memory.fixed import FixedCarrier
 from belady.memory.geometry import below_autograd
-from belady.memory.launches import Capturing
 from belady.memory.thread import in_backward
 
 
@@ -85,6 +87,7 @@ class Launched:
         self._tangents: list[torch.Tensor] = []
         self._closed = False
         self._launch_forward = self._launch_backward = _gone
+        self._filling: Filling | None = None
         self._results: list[Any] = []
         self._saved: list[Any] = []
         self._checked: list[Checked] = []
@@ -100,6 +103,11 @@ class Launched:
     def idle(self) -> bool:
         """Whether no backward is owed: nothing but gradients has to stay."""
         return self._owed is None or self._owed() is None
+
+    @property
+    def missed(self) -> int:
+        """Blocks that did not find the place free where they were packed."""
+        return 0 if self._filling is None else len(self._filling.missed)
 
     def program(self) -> Program:
         """What the next call runs as; until it is over, or thrown away, nothing is given back."""
@@ -170,17 +178,17 @@ class Launched:
             with _as_a_part():
                 # Before all else, so that they do not leave the rest in pieces.
                 self._places.take()
-            self.launches.divide()
-            with _as_a_part():
-                made = self._program.forward([*self._given], self._contents, None)
+            self._filling = self.launches.divide()
+            with _as_a_part(), filled(self._program, self._filling) as program:
+                made = program.forward([*self._given], self._contents, None)
                 self._carrier.join()
                 return made
 
         def backward() -> list[Any]:
             saved = fresh.pop() if fresh else self._saved_again(self._contents)
-            given = self._given_to_backward()
-            with _as_a_part():
-                gradients = self._program.backward(saved, given, self._contents, None)
+            with _as_a_part(), filled(self._program, self._filling) as program:
+                given = self._given_to_backward()
+                gradients = program.backward(saved, given, self._contents, None)
                 self._carrier.join()
                 return gradients
 

@@ -15,8 +15,9 @@ from belady.graph.captured import Captured
 from belady.graph.capturing import Attempt
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind
-from belady.graph.launchable import storage_of, why_not
+from belady.graph.launchable import is_one_of_several, packs, storage_of, why_not
 from belady.graph.launched import Launched
+from belady.graph.listening import Listening
 from belady.graph.placing import Places
 from belady.graph.program import Program
 from belady.graph.prospect import Prospect, Way
@@ -77,6 +78,7 @@ class Launching:
         self._samples: list[Sample] = []
         self._ledger = Ledger(carrier.device)
         self.loans = Loans(self._ledger, self.rest)
+        self._listening = Listening(carrier.device, budget_bytes, self._ledger, self.loans)
 
     @property
     def notes(self) -> list[str]:
@@ -86,6 +88,7 @@ class Launching:
     def weigh(self, kind: Kind) -> None:
         """See what a verified kind needs beside launches."""
         prospect = kind.prospect
+        prospect.packs = packs(self._carrier.device)
         prospect.stepping_bytes = stepping_bytes(kind)
         prospect.lends = self.loans.possible and matters(kind, self._budget_bytes)
         prospect.unlent_bytes = between_bytes(kind, lends=False)
@@ -98,17 +101,17 @@ class Launching:
         alone = len(kind.graphs) == 1 and kind.order == _ONCE
         moved = (it for it in kind.force.plan.decisions.values() if isinstance(it, Offload))
         tiers = {it.tier for it in moved}
-        able = captures(self._carrier.device) and not _is_one_of_several()
+        able = captures(self._carrier.device) and not is_one_of_several()
         may = able and alone and tiers <= _TIERS and not kind.prospect.asked
         kind.prospect.way = Way.TRIED if may else Way.ISSUED
-        kind.prospect.events = ()
+        kind.prospect.forget()
 
     def only(self, kind: Kind) -> None:
         """An iteration begins: what was captured of another kind is given back."""
         if not self.loans.over():
             # A launch would write over what a step has kept.
             self.rest()
-        self._ledger.drop()
+        self._listening.drop()
         before = self._kind
         if kind is not before:
             held, self._kind = self._launched is not None, kind
@@ -126,7 +129,9 @@ class Launching:
         force = kind.force if iteration.counted is None else kind.counting
         assert force is not None
         launched = None if call else self._first(iteration, args)
-        return force.programs[call] if launched is None else launched.program()
+        if launched is not None:
+            return launched.program()
+        return self._listening.program(force.programs[call])
 
     def _first(self, iteration: Iteration, args: Sequence[Any]) -> Launched | None:
         """What the first call of an iteration is launched as; None where it is issued."""
@@ -135,14 +140,13 @@ class Launching:
             self.rest()
         if kind.prospect.way is Way.ISSUED or kind.stage is not Stage.STEADY:
             return None
-        if self._launched is None and self._row >= kind.prospect.wanted:
+        if self._launched is None and self._row >= kind.prospect.wanted and kind.prospect.ready:
             self._launched = self._captured(kind, kind.graphs[0], args)
             if self._launched is None:
                 kind.prospect.way = Way.ISSUED
         elif self._launched is None:
-            if not kind.prospect.events:
-                self.loans.forget()
-                self._ledger.begin()
+            if not kind.prospect.known:
+                self._listening.begin(kind.prospect)
         elif not (
             self._launched.takes(args)
             or (self._move_gradients(self._launched) and self._launched.takes(args))
@@ -170,9 +174,7 @@ class Launching:
             return
         self._row += 1
         prospect, launched = kind.prospect, self._launched is not None
-        if self._ledger.listens:
-            prospect.events = self.loans.before or self._ledger.end()
-            prospect.stepping = self.loans.during
+        self._listening.went(prospect)
         if prospect.way is Way.ISSUED:
             return
         goes_on = prospect.way is Way.LAUNCHED and launched
@@ -204,7 +206,7 @@ class Launching:
     def _give_back(self) -> None:
         launched, self._launched = self._launched, None
         self._row, self._samples = 0, []
-        self._ledger.drop()
+        self._listening.drop()
         self.loans.lend_of(None)
         if launched is not None:
             # They would hold memory that nobody else is given.
@@ -216,10 +218,13 @@ class Launching:
     def starved(self, kind: Kind) -> bool:
         """The device ran out of memory: whether that is of what was captured, which is gone now."""
         launched = self._launched is not None and kind is self._kind
+        rehearsed = self._listening.rehearses
         self.rest()
-        if launched:
+        if rehearsed:
+            kind.prospect.unpack()
+        if launched or rehearsed:
             kind.prospect.way = Way.ISSUED
-        return launched
+        return launched or rehearsed
 
     def _conclude(self, kind: Kind, launched: Launched) -> None:
         """Go on launching where that is faster and within the budget."""
@@ -260,7 +265,7 @@ class Launching:
             # They have not been zeroed yet, and so will need other memory in each iteration.
             room -= bytes_of(joint.backward_outputs)
         prospect = kind.prospect
-        known = prospect.events, room, prospect.holes
+        known = prospect.events, room, prospect.holes, prospect.packing
         attempt = Attempt(force, self._carrier, lasting, args, *known)
         if (launched := self._attempted(attempt, prospect)) is None:
             self._issue_again(kind)
@@ -278,6 +283,8 @@ class Launching:
         if launched is not None:
             prospect.holes = launched.launches.holes
             self.loans.lend_of(launched if lends else None)
+        elif prospect.packs:
+            prospect.unpack()
         elif lacking:
             prospect.lacks(lacking)
         return launched
@@ -291,9 +298,3 @@ class Launching:
 def gains(seconds: float, before: float) -> bool:
     """Whether an iteration of so many seconds is worth it, rather than one of ``before``."""
     return seconds < (1 - _GAINS) * before
-
-
-def _is_one_of_several() -> bool:
-    """Whether other processes take part, whose collectives a launch would not know of."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()

@@ -10,29 +10,30 @@ import torch
 
 from belady.errors import InfeasibleBudgetError
 from belady.graph import convolutions
-from belady.graph.beside import fixed_bytes
+from belady.graph.beside import bytes_of, fixed_bytes
 from belady.graph.bits import Bits
 from belady.graph.calls import part_of
 from belady.graph.captured import Captured
-from belady.graph.doors import fake_value
 from belady.graph.kinds import Force, Kind, all_go_back
+from belady.graph.launchable import packs
 from belady.graph.launching import Launching, gains
 from belady.graph.ops import is_fused
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
-from belady.graph.prospect import Way
+from belady.graph.prospect import Way, shows_more
 from belady.graph.seams import as_fused, at_seams, seams_of
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
+from belady.measure.kernels import ITS_OWN, Kernels
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy, Stage
 from belady.measure.trial import Trial
-from belady.measure.unissued import freed
-from belady.measure.verification import ITS_OWN, Kernels, Verification
+from belady.measure.unissued import freed, loses
+from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
 from belady.planners import POLICIES
 from belady.planners import plan as make_plan
@@ -79,6 +80,8 @@ class Planning:
         if inductor is not None:
             kernels = Kernels(at_seams, seams_of, lambda op: is_fused(op.name))
         self._verification = Verification(policy, hardware, kernels)
+        # One that is launched needs no room between its blocks, but to know how fast kernels are.
+        self._verification.leaps = packs(carrier.device)
         self._places = Places(carrier.device, modules)
         self.launching = Launching(modules, carrier, policy.budget.device_bytes, self._places)
         self._losses = Losses(carrier.device, policy.budget.device_bytes // MATTERS)
@@ -136,7 +139,7 @@ class Planning:
                     raise
                 known = self._in_order(graph, args, watched, refusal)
             self._floors[graph, watched] = known
-            trace, given = known.drawn.trace, _given_bytes(graph)
+            trace, given = known.drawn.trace, bytes_of(graph.joint.tangents if graph.joint else ())
             self._losses.attach_for(trace, self._hardware, self._policy, given)
         return known
 
@@ -201,7 +204,7 @@ class Planning:
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
         follows, measured = chosen or kind.trial, kind.measured
-        tried = kind.prospect.way is Way.TRIED and not _shows_more(chosen, measured)
+        tried = kind.prospect.way is Way.TRIED and not shows_more(chosen, measured)
         if tried and follows is not None and measured is not None:
             self.launching.weigh(kind)
             if self._launches(kind, drawn, follows, measured):
@@ -220,23 +223,31 @@ class Planning:
         elif kind.prospect.instead is not None and kind.prospect.way is Way.ISSUED:
             instead, kind.prospect.instead = kind.prospect.instead, None
             # Once more where a capture lacked room.
+            unpacked, kind.prospect.unpacked = kind.prospect.unpacked, False
             again = bool(kind.prospect.lacking_bytes) and self._launches(kind, *instead)
-            kind.prospect.lacking_bytes = 0
+            kind.prospect.lacking_bytes = None if unpacked else 0
             if not again:
                 self._put_in_force(kind, *instead[:2])
 
     def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, measured: Measured) -> bool:
-        """Put a plan in force for launches, where the host is late; ``follows`` comes otherwise."""
-        prospect = kind.prospect
-        if not gains(*freed(drawn.trace, follows.hardware, follows.plan)):
+        """Put a plan in force for launches, where that may gain; ``follows`` comes otherwise.
+
+        Where the host is late, or where a plan that loses time has more room with packed blocks.
+        """
+        prospect, plan, least = kind.prospect, follows.plan, min(measured.iterations)
+        late = gains(*freed(drawn.trace, follows.hardware, plan))
+        if not late and not (prospect.packs and loses(drawn.trace, plan)):
             prospect.asked, prospect.way = True, Way.ISSUED
             return False
         beside = fixed_bytes(kind) + prospect.between_bytes + (prospect.lacking_bytes or 0)
         prospect.asked = False
         try:
             numerics = self._numerics(kind)
-            trace, trial = self._verification.launched(drawn.trace, follows, beside, *numerics)
-            if gains(trial.plan.predicted_seconds, min(measured.iterations)):
+            trace, trial = self._verification.launched(
+                drawn.trace, follows, beside, *numerics, packed=prospect.packs
+            )
+            before = least if late else min(least, plan.predicted_seconds)
+            if gains(trial.plan.predicted_seconds, before):
                 self._put_in_force(kind, replace(drawn, trace=trace), trial)
                 if prospect.way is Way.TRIED:
                     # What it gains shows when it is launched. What it holds is known.
@@ -284,15 +295,3 @@ class Planning:
         kind.begin(trial, drawn.trace, self._carrier)
         if self._carrier.device.type == "cpu" and trial.measured is None:
             kind.counting = Force.of(kind.graphs, drawn, trial.plan, watched=True)
-
-
-def _shows_more(chosen: Trial | None, measured: Measured | None) -> bool:
-    """Whether a plan that is to be measured shows kernels and links that flushes have held up."""
-    flushed = measured is not None and measured.allocation_retries > 0
-    return flushed and chosen is not None and chosen.measured is None
-
-
-def _given_bytes(graph: Captured) -> int:
-    """Of what the graph gives that has a gradient."""
-    tangents = () if graph.joint is None else graph.joint.tangents
-    return sum(fake_value(node).nbytes for node in tangents)

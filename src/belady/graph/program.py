@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from belady.graph.body import Body
+from belady.graph.code import Code, Does, Keeper
 from belady.graph.joint import Joint
 from belady.graph.layout import Layout
 from belady.graph.orders import AS_SAVED, Orders
@@ -33,11 +34,25 @@ class Program:
         every value goes as soon as it is consumed.
     checked
         Places in what backward needs of the tensors whose versions forward gives.
+    codes
+        What forward and backward were compiled of; None for what was not.
     """
 
     forward: Callable[..., tuple[list[Any], list[Any], tuple[int, ...]]]
     backward: Callable[..., list[Any]]
     checked: tuple[int, ...]
+    codes: tuple[Code, Code] | None = None
+
+    def told(self, keeper: Keeper) -> Program:
+        """The same program, of whose values ``keeper`` is told as it runs."""
+        assert self.codes is not None
+        forward, backward = (code.told(keeper) for code in self.codes)
+        return replace(
+            self, forward=forward.function(_FORWARD), backward=backward.function(_BACKWARD)
+        )
+
+
+_FORWARD, _BACKWARD = "forward(args, contents, watch)", "backward(saved, args, contents, watch)"
 
 
 def program_of(
@@ -54,7 +69,9 @@ def program_of(
     less what ``orders`` make again, and with what making it again starts from.
     """
     writer = _Writer(joint, layout, orders, watched, fuse)
-    return Program(writer.forward(), writer.backward(), writer.checked)
+    codes = writer.forward(), writer.backward()
+    forward, backward = codes[0].function(_FORWARD), codes[1].function(_BACKWARD)
+    return Program(forward, backward, writer.checked, codes)
 
 
 class _Writer:
@@ -99,7 +116,7 @@ class _Writer:
             if self._layout.storage_of.get(node, -1) not in self._replays
         )
 
-    def forward(self) -> Callable[..., Any]:
+    def forward(self) -> Code:
         body = Body(self, 0, set())
         body.begin("args", self.joint.primals)
         for node in self.joint.primals:
@@ -132,13 +149,13 @@ class _Writer:
             + [body.names[node] for node in self._kept]
             + self._handles(),
         )
-        return self._function(body, "forward(args, contents, watch)")
+        return self._finished(body)
 
-    def _function(self, body: Body, head: str) -> Callable[..., Any]:
+    def _finished(self, body: Body) -> Code:
         if self._fuse is not None:
             fused(body.code, self._layout, self._fuse)
         place(body.code, {body.names[node] for node in self.orders.apart})
-        return body.code.function(head)
+        return body.code
 
     def _handles(self) -> list[str]:
         names = []
@@ -155,13 +172,13 @@ class _Writer:
             base = next(n for n in nodes if self._layout.storage_of.get(n) == storage)
             name, value = f"held{storage}", self.orders.held[storage]
             call = f"contents.hold({value}, {body.names[base]}, {storage in self._outside})"
-            body.code.add(f"{name} = {call}", [body.names[base]], [name])
+            body.code.add(f"{name} = {call}", [body.names[base]], [name], does=Does.HOLDS)
             of = body.code.constant(Geometry.of, "geometry")
             for node in self._held[storage]:
                 shown = body.demand(node)
                 body.code.add(f"lay_{node.name} = {of}({shown})", [shown], [f"lay_{node.name}"])
 
-    def backward(self) -> Callable[..., Any]:
+    def backward(self) -> Code:
         body = Body(self, 1, self._recoverable())
         moved = {node for nodes in self._held.values() for node in nodes}
         first = self._fuse and read_in_run(self.joint.backward, self._layout, body.acts, moved)
@@ -178,7 +195,7 @@ class _Writer:
         results = [body.result(node) for node in self.joint.backward_outputs]
         body.code.add(f"return [{', '.join(results)}]", [r for r in results if r != "None"])
         self._keep_handles(body)
-        return self._function(body, "backward(saved, args, contents, watch)")
+        return self._finished(body)
 
     def _keep_handles(self, body: Body) -> None:
         """Hold each copy in its tier until the last use of the value, as the plan counts it."""

@@ -10,6 +10,7 @@ from belady.graph.parts import Drawn
 from belady.ir.timeline import Measured
 from belady.measure.trial import Trial
 from belady.simulate.holes import Holes
+from belady.simulate.packing import Packing
 from belady.simulate.stretch import Event
 
 
@@ -49,6 +50,12 @@ class Prospect:
         where that is not known.
     holes
         What the pool of the last capture that had room begins with.
+    packs, packing
+        Whether the blocks of what is captured are packed, and how: None where they are not known.
+    rehearsed
+        Whether the kernels of the plan have run.
+    unpacked
+        Whether blocks are no longer packed: a plan may be asked for with more room once more.
     """
 
     way: Way = Way.ISSUED
@@ -64,12 +71,35 @@ class Prospect:
     events: Sequence[Event] = ()
     stepping: Sequence[Event] = ()
     holes: Holes | None = None
+    packs: bool = False
+    packing: Packing | None = None
+    rehearsed: bool = False
+    unpacked: bool = False
 
     @property
     def open(self) -> bool:
         """Whether another plan, or another way, may follow the next iteration."""
         ended = self.way is Way.ISSUED and self.instead is None
         return not ended and self.way is not Way.LAUNCHED
+
+    @property
+    def ready(self) -> bool:
+        """Whether what is to be captured has been listened to, where its blocks are packed."""
+        return not self.packs or self.packing is not None
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known which blocks come and go."""
+        return self.packing is not None if self.packs else bool(self.events)
+
+    def forget(self) -> None:
+        """Another plan is in force, of which nothing is known."""
+        self.events, self.packing, self.rehearsed = (), None, False
+
+    def unpack(self) -> None:
+        """Have a plan be asked for whose blocks are placed as the allocator would."""
+        self.forget()
+        self.packs, self.unpacked, self.lacking_bytes, self.holes = False, True, 1, None
 
     def lacks(self, nbytes: int) -> None:
         """Have a plan be asked for with so much more room, once: after the first capture."""
@@ -86,3 +116,9 @@ class Prospect:
         self.wanted *= 2
         if self.wanted > most:
             self.way = Way.ISSUED
+
+
+def shows_more(chosen: Trial | None, measured: Measured | None) -> bool:
+    """Whether a plan that is to be measured shows kernels and links that flushes have held up."""
+    flushed = measured is not None and measured.allocation_retries > 0
+    return flushed and chosen is not None and chosen.measured is None

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from belady.graph import ops
-from belady.graph.code import Called, Code, Line
+from belady.graph.code import Called, Code, Does, Line
 from belady.graph.doors import fake_value
 from belady.graph.joint import Step
 from belady.graph.layout import Layout
@@ -172,7 +172,12 @@ def _replaced(
     held = {name for line in run for name in line.reads} - bound - {*names}
     return [
         Line(f"{given} = [{', '.join(names)}]", tuple(names), (given,)),
-        Line(f"{targets}= {call}({given})", (given, *sorted(held)), tuple(results)),
+        Line(
+            f"{targets}= {call}({given})",
+            (given, *sorted(held)),
+            tuple(results),
+            does=Does.MAKES,
+        ),
         *reversed(views),
     ]
 

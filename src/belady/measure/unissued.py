@@ -11,12 +11,17 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Phase, StorageKind, Trace
+from belady.measure.corrections import unhindered_seconds
 from belady.simulate import simulate
 from belady.simulate.engine import iteration_seconds, kernel_seconds, last_of_forward
 from belady.simulate.reassigned import reassigned
 
 # Asks for a plan, and the machine with the margin that suits it.
 Ask = Callable[[HardwareProfile], tuple[Plan, HardwareProfile]]
+# Part of a budget that is lost where blocks are packed: what is not foretold of them, and pages.
+LOST = 0.04
+# What is worth another plan.
+_LOSES = 1.03
 # Part of an iteration that copies which go out in backward have to gain.
 _WORTH = 0.01
 
@@ -55,6 +60,11 @@ def freed(trace: Trace, hardware: HardwareProfile, plan: Plan) -> tuple[float, f
     return without, iteration_seconds(trace, hardware, plan)
 
 
+def loses(trace: Trace, plan: Plan) -> bool:
+    """Whether an iteration is foretold to take clearly longer than its kernels, or its host."""
+    return plan.predicted_seconds > _LOSES * unhindered_seconds(trace)
+
+
 def _unissuing(hardware: HardwareProfile) -> HardwareProfile:
     """The machine on which copies and replays are issued for nothing."""
     links = tuple(replace(link, issue_s=0.0) for link in hardware.links)
@@ -70,7 +80,7 @@ def _last_uses(trace: Trace) -> dict[int, int]:
 
 
 def launching(
-    hardware: HardwareProfile, probed: HardwareProfile, beside_bytes: int
+    hardware: HardwareProfile, probed: HardwareProfile, beside_bytes: int, packed_bytes: int = 0
 ) -> HardwareProfile:
     """The machine on which copies and replays are issued for nothing, and forward waits for them.
 
@@ -81,10 +91,15 @@ def launching(
         that were issued is not lost where each has its place: no more than its margin is left.
     beside_bytes
         What others need that may not lie where launches write: it is left of every budget.
+    packed_bytes
+        The budget into which blocks are packed, of which next to nothing is lost then; 0 where they
+        are not.
     """
     allocator = hardware.allocator
     fraction = min(allocator.margin_fraction, probed.allocator.margin_fraction)
     nbytes = allocator.margin_bytes + beside_bytes
+    if packed_bytes:
+        fraction, nbytes = 0.0, nbytes + int(LOST * packed_bytes)
     allocator = replace(allocator, margin_fraction=fraction, margin_bytes=nbytes)
     return replace(_unissuing(hardware), allocator=allocator, joins=True)
 

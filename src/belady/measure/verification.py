@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from time import perf_counter
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
-from belady.ir.ops import Op
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
 from belady.ir.trace import Tier, Trace
@@ -24,6 +23,7 @@ from belady.measure.corrections import (
     with_links_of,
     with_peak_of,
 )
+from belady.measure.kernels import ITS_OWN, Kernels
 from belady.measure.margins import FILLING, Make, roomy, stated, suited, towards, with_settled
 from belady.measure.monitor import Sample
 from belady.measure.pacing import with_pace_of
@@ -44,29 +44,6 @@ VERIFIED = 2
 _REPLANS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """What an engine makes of the kernels of a trace.
-
-    Attributes
-    ----------
-    fitted
-        A plan as it is carried out with them.
-    seams
-        Boundaries of a trace at which an action divides no kernel.
-    made
-        Whether a compiler makes the kernel of an op: see `with_pace_of`.
-    """
-
-    fitted: Callable[[Trace, HardwareProfile, Plan], Plan] = lambda *given: given[-1]
-    seams: Callable[[Trace], Sequence[int]] = lambda trace: range(len(trace.ops) + 1)
-    made: Callable[[Op], bool] = lambda op: False
-
-
-# Each op has its own, as when it was watched.
-ITS_OWN = Kernels()
-
-
 class Verification:
     """Asks a policy for plans, and again where they did not go as predicted.
 
@@ -79,6 +56,9 @@ class Verification:
     ----------
     notes
         What a user should know of corrections, one sentence each.
+    leaps
+        Whether a plan that makes the allocator flush its cache only has to be followed by one that
+        does not: see `belady.measure.corrections.with_gap_of`.
     """
 
     def __init__(
@@ -88,7 +68,7 @@ class Verification:
         self._policy = policy
         self._hardware = hardware
         self._kernels = kernels
-        self._starved = False
+        self._starved = self.leaps = False
 
     def first(self, trace: Trace, *numerics: str) -> Trial:
         """The plan to begin with.
@@ -210,7 +190,7 @@ class Verification:
         # Of workspaces the trace can know more than when the plan was made.
         plan = replace(plan, predicted_peak_bytes=predicted.peak(Tier.DEVICE))
         others = [margin(trial) for trial in tried[:-1]]
-        gap = with_gap_of(trace, plan, hardware.allocator, measured, others)
+        gap = with_gap_of(trace, plan, hardware.allocator, measured, others, leaps=self.leaps)
         peak = with_peak_of(plan, gap or hardware.allocator, measured)
         allocator = peak or gap
         if allocator is None and predicted.seconds == plan.predicted_seconds:
@@ -229,9 +209,19 @@ class Verification:
         return trace, Trial(made, hardware, last.policy)
 
     def launched(
-        self, trace: Trace, trial: Trial, beside_bytes: int, *numerics: str
+        self,
+        trace: Trace,
+        trial: Trial,
+        beside_bytes: int,
+        *numerics: str,
+        packed: bool = False,
     ) -> tuple[Trace, Trial]:
         """The trace, and the plan for it, of an iteration that is launched as it was captured.
+
+        Parameters
+        ----------
+        packed
+            Whether its blocks are packed.
 
         Raises
         ------
@@ -240,7 +230,8 @@ class Verification:
         """
         # It runs once as it is issued, and may run out of memory as one before has.
         probed = trial.hardware if self._starved else self._hardware
-        hardware = launching(trial.hardware, probed, beside_bytes)
+        packed_bytes = packed * self._policy.budget.device_bytes
+        hardware = launching(trial.hardware, probed, beside_bytes, packed_bytes)
         trace = unissued(trace)
         make = self._planner(trial.policy, trace, numerics)
         ways = (suited, roomy) if trial.policy in FILLING else (stated, stated)

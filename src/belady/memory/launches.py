@@ -11,78 +11,24 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from belady.memory.apart import count_as_ours, others_have_pools
-from belady.memory.cap import PAGE_BYTES, set_aside, tear_down, walls
+from belady.memory.cap import PAGE_BYTES, WALL_BYTES, set_aside, tear_down, walls
+from belady.memory.filling import Filling, PoolMemory
 from belady.memory.lent import Lent, blocks_held, come_and_go, is_lent, take_back
 from belady.memory.streams import current_stream
 from belady.memory.workspaces import give_up, take_for_capture
 from belady.simulate.holes import Holes
+from belady.simulate.packing import Packing, held_bytes
 from belady.simulate.stretch import Event
 
 T = TypeVar("T")
 
 # Times that a pool may grow until all that is to fit into it comes to lie as before.
 _GROWS = 4
-
-
-class Capturing(Protocol):
-    """`Launches`, or what stands for it where there is no GPU.
-
-    Attributes
-    ----------
-    holes
-        Bytes of each hole that the pool begins with; None where it grows as it is used.
-    peak_bytes
-        Most bytes that the device held, once all is captured.
-    """
-
-    holes: Holes | None
-    peak_bytes: int
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What the device's allocator reserves."""
-        ...
-
-    def capture(self, issue: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """What launches all that ``issue`` issues, and what it gives."""
-        ...
-
-    def divide(self) -> None:
-        """Have the pool begin here, in the first capture."""
-        ...
-
-    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor that a capture gave, without holding them."""
-        ...
-
-    def follow(self) -> None:
-        """Have the current stream wait for what was launched."""
-        ...
-
-    def over(self) -> None:
-        """All is captured."""
-        ...
-
-    def lend(self) -> Callable[[], bool]:
-        """Have this thread use what is idle of the pool until what is given is called."""
-        ...
-
-    def has_room_for(self, events: Sequence[Event]) -> bool:
-        """Whether blocks that come and go in this order fit into what is idle of the pool."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for what was launched."""
-        ...
-
-    def forget(self) -> None:
-        """What was captured is gone."""
-        ...
 
 
 class Launches:
@@ -100,6 +46,8 @@ class Launches:
         each of which lies what it does not hold, and the rest. None: it grows as it is used.
     room_bytes
         The most that the device may reserve then, for all.
+    packing
+        Of all blocks that come, where there are no walls.
 
     Attributes
     ----------
@@ -108,10 +56,15 @@ class Launches:
     """
 
     def __init__(
-        self, device: torch.device, holes: Holes | None = None, room_bytes: int = 0
+        self,
+        device: torch.device,
+        holes: Holes | None = None,
+        room_bytes: int = 0,
+        packing: Packing | None = None,
     ) -> None:
         self._device, self.holes = device, holes
-        self._room_bytes = room_bytes
+        self._room_bytes, self._packing = room_bytes, packing
+        self._beside_bytes = self._small_bytes = 0
         self._walls: list[torch.Tensor] = []
         self.peak_bytes = 0
         self._latest: torch.cuda.Stream | None = None
@@ -165,20 +118,35 @@ class Launches:
             stream.wait_stream(self._latest)
         self._latest = stream
 
-    def divide(self) -> None:
+    def divide(self) -> Filling | None:
         """Have the pool begin here, while the first part is issued to be captured.
 
         Under a cap torch maps more at the end of a piece only where there is room for all that is
         asked for, however much of it is free there: so what a pool is to have it is given at once.
         """
+        packs = self._packing is not None
+        if packs:
+            take_for_capture(self._device)
         if self.holes is not None:
             # Small blocks have pages of their own.
-            set_aside(self._device, self._room_bytes - PAGE_BYTES)
+            set_aside(self._device, min(self._room_bytes, self._wanted()) - PAGE_BYTES)
             # All of it was held for a moment.
             torch.cuda.reset_peak_memory_stats(self._device)
-        # In the midst of all that comes and goes they would part it in two.
-        take_for_capture(self._device)
+        if not packs:
+            # In the midst of all that comes and goes they would part it in two.
+            take_for_capture(self._device)
         self._walls = walls(self._device, self.holes or ())
+        self._beside_bytes = torch.cuda.memory_allocated(self._device)
+        self._small_bytes = _small_bytes(self._device, "current")
+        memory = PoolMemory(self._device, self._pool)
+        return None if self._packing is None else Filling(memory, self._packing)
+
+    def _wanted(self) -> int:
+        """What is to be reserved in all: no more than blocks need that are packed."""
+        if self._packing is None:
+            return self._room_bytes
+        reserved = torch.cuda.memory_reserved(self._device)
+        return reserved + self._packing.end + WALL_BYTES + 2 * PAGE_BYTES
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture, also one that the driver has ended because of what was issued.
@@ -216,6 +184,11 @@ class Launches:
     def over(self) -> None:
         """All is captured."""
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        if self._packing is not None:
+            # What fills holes is none of it, and small blocks are none of those that are packed.
+            small = _small_bytes(self._device, "peak") - self._small_bytes
+            self.peak_bytes = self._beside_bytes + held_bytes(self._packing.lives) + small
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._walls.clear()
         give_up(self._device)
         self._held = blocks_held(self._pool)
@@ -291,3 +264,8 @@ def captures(device: torch.device) -> bool:
     a graph of theirs may have been captured with them.
     """
     return device.type == "cuda" and not others_have_pools(device)
+
+
+def _small_bytes(device: torch.device, of: str) -> int:
+    """What blocks take that have pages of their own: now (``current``), or at most (``peak``)."""
+    return int(torch.cuda.memory_stats(device)[f"allocated_bytes.small_pool.{of}"])

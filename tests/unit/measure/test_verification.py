@@ -10,11 +10,12 @@ from belady.ir.plan import Budget, Plan, Recompute
 from belady.ir.timeline import Measured, TierPeak
 from belady.ir.trace import Storage, StorageKind, Tier, Trace
 from belady.measure import trial as trials
+from belady.measure.kernels import Kernels
 from belady.measure.margins import suited
 from belady.measure.monitor import Sample
 from belady.measure.stages import Policy
 from belady.measure.trial import Trial
-from belady.measure.verification import Kernels, Verification
+from belady.measure.verification import Verification
 from belady.planners import plan, smallest_budget
 from belady.simulate.blocks import Blocks
 from tests.unit.planners.nets import ATEN, quick_layers

@@ -1,0 +1,83 @@
+"""Iterations that are listened to, so that what is captured of them has its blocks placed."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from belady.graph.program import Program
+from belady.graph.prospect import Prospect, Way
+from belady.graph.rehearsal import Rehearsal
+from belady.graph.steps import Loans
+from belady.memory.ledger import Ledger
+
+# Part of what is free when a rehearsal begins that stays on the device of what is made in it; and
+# part of what a host has free that the rest may take meanwhile.
+_STAYS, _HOST = 0.25, 0.5
+
+
+class Listening:
+    """Has one iteration at a time listened to, as it is issued or rehearsed.
+
+    Parameters
+    ----------
+    ledger
+        Shared with those who lend to optimizers' steps.
+    """
+
+    def __init__(
+        self, device: torch.device, budget_bytes: int, ledger: Ledger, loans: Loans
+    ) -> None:
+        self._device, self._budget_bytes = device, budget_bytes
+        self._ledger, self._loans = ledger, loans
+        self._rehearsal: Rehearsal | None = None
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether the iteration that runs is rehearsed."""
+        return self._rehearsal is not None
+
+    def begin(self, prospect: Prospect) -> None:
+        """Have the blocks of the iteration that begins noted."""
+        self._loans.forget()
+        if prospect.packs:
+            cuda = self._device.type == "cuda"
+            held = torch.cuda.memory_allocated(self._device) if cuda else 0
+            most = int(_STAYS * max(0, self._budget_bytes - held))
+            host = int(_HOST * psutil.virtual_memory().available)
+            self._rehearsal = Rehearsal(self._device, most, host, self._ledger.begin)
+        else:
+            self._ledger.begin()
+
+    def program(self, program: Program) -> Program:
+        """What a call of the iteration runs as that is issued."""
+        return program if self._rehearsal is None else self._rehearsal.program(program)
+
+    def went(self, prospect: Prospect) -> None:
+        """The iteration went as planned: note what was heard."""
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if self._ledger.listens:
+            prospect.stepping = self._loans.during
+            if rehearsal is None:
+                prospect.events = self._loans.before or self._ledger.end()
+        if rehearsal is None:
+            return
+        # It has heard what came and went; what came after is of no use.
+        rehearsal.close()
+        self._ledger.drop()
+        if not prospect.rehearsed:
+            # Kernels that are loaded, and measured by those who choose among them, take more.
+            prospect.rehearsed = True
+            return
+        prospect.packing = rehearsal.packing()
+        if prospect.packing is None:
+            # Somebody else has the allocator listened to.
+            prospect.unpack()
+            prospect.way = Way.ISSUED
+
+    def drop(self) -> None:
+        """Listen no more."""
+        self._ledger.drop()
+        if self._rehearsal is not None:
+            self._rehearsal.close()
+            self._rehearsal = None
