@@ -80,8 +80,6 @@ class Planning:
         if inductor is not None:
             kernels = Kernels(at_seams, seams_of, lambda op: is_fused(op.name))
         self._verification = Verification(policy, hardware, kernels)
-        # One that is launched needs no room between its blocks, but to know how fast kernels are.
-        self._verification.leaps = packs(carrier.device)
         self._places = Places(carrier.device, modules)
         self.launching = Launching(modules, carrier, policy.budget.device_bytes, self._places)
         self._losses = Losses(carrier.device, policy.budget.device_bytes // MATTERS)
@@ -200,6 +198,9 @@ class Planning:
         force = kind.force
         if force is None:
             return
+        # One that is launched needs no room between its blocks, but to know how fast kernels are.
+        may = kind.prospect.way is Way.TRIED
+        self._verification.leaps = may and packs(self._carrier.device)
         trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics(kind))
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
