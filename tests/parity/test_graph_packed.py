@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from belady.graph import launching, listening, rehearsal
 from belady.graph.launched import Launched
 from belady.graph.launching import Launching
 from belady.graph.rehearsal import Rehearsal
+from belady.measure import verification
 from belady.measure.verification import Verification
 from belady.memory.filling import Filling
 from belady.memory.ledger import Ledger
 from belady.memory.marks import Mark
 from belady.simulate.packing import Packing, held_bytes
 from belady.simulate.stretch import LEAST, Event
-from tests.parity.test_graph_launched import CNN, GPT, ITERATIONS
+from tests.parity.test_graph_launched import CNN, GPT, ITERATIONS, at_random
 from tests.support.launches import Rerun, launching_on_a_cpu
 from tests.support.listening import SMALL, Notebook, listening_on_a_cpu
 from tests.support.models import TIED, Task
@@ -73,6 +75,31 @@ def test_a_rehearsal_trains_as_plain_pytorch(
 @pytest.mark.parametrize("step", [accumulating, autocast, clipping])
 def test_ways_to_write_an_iteration(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     train(CNN, step, "vdnn_all", monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("task", [CNN, GPT], ids=lambda it: it.name)
+def test_any_plan_can_be_rehearsed(task: Task, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "make_plan", partial(at_random, seed=seed))
+    train(task, plain, "vdnn_all", monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("task", [CNN, GPT], ids=lambda it: it.name)
+def test_the_blocks_of_any_plan_are_known(
+    task: Task, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "make_plan", partial(at_random, seed=seed))
+    training = Training(task)
+    launching_on_a_cpu(monkeypatch, training.models)
+    packings, book = listening_on_a_cpu(monkeypatch)
+    monkeypatch.setattr(rehearsal, "_MOST_S", 0.0)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(plain, ITERATIONS)
+    (packing,) = packings
+    found, _ = as_captured(packing, book)
+    # Where they lie is not asked: what is packed at once may hang.
+    assert [nbytes for _, nbytes in found] == [it.nbytes for it in packing.lives]
 
 
 def looking_back(training: Training, index: int) -> list[Tensor]:
