@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import belady
 from belady.graph import launching, listening, rehearsal
+from belady.graph.iteration import Iteration
 from belady.graph.launched import Launched
 from belady.graph.launching import Launching
+from belady.graph.program import Program
 from belady.graph.rehearsal import Rehearsal
 from belady.measure import verification
 from belady.measure.verification import Verification
@@ -33,8 +35,10 @@ from tests.support.training import (
     autocast,
     clipping,
     differences,
+    evaluating,
     plain,
     repeatable,
+    short_at_the_end,
 )
 from tests.unit.memory.test_filling import OneStretch
 
@@ -100,6 +104,28 @@ def test_the_blocks_of_any_plan_are_known(
     found, _ = as_captured(packing, book)
     # Where they lie is not asked: what is packed at once may hang.
     assert [nbytes for _, nbytes in found] == [it.nbytes for it in packing.lives]
+
+
+@pytest.mark.parametrize("step", [plain, evaluating, accumulating, short_at_the_end])
+def test_a_plan_for_packed_blocks_is_rehearsed_or_launched(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is issued it would run out of memory."""
+    bare, ran, program = list[int](), list[int](), Launching.program
+
+    def note(self: Launching, iteration: Iteration, call: int, args: Any) -> Program:
+        found = program(self, iteration, call, args)
+        force, kind = iteration.kind.force, iteration.kind
+        if kind.prospect.tight and force is not None:
+            ran.append(call)
+            bare.extend([call] if any(found is it for it in force.programs) else [])
+        return found
+
+    monkeypatch.setattr(Launching, "program", note)
+    monkeypatch.setattr(launching, "_MOST", 8)
+    train(CNN, step, "vdnn_all", monkeypatch)
+    assert ran
+    assert bare == []
 
 
 def looking_back(training: Training, index: int) -> list[Tensor]:

@@ -104,7 +104,7 @@ class Launching:
         able = captures(self._carrier.device) and not is_one_of_several()
         may = able and alone and tiers <= _TIERS and not kind.prospect.asked
         kind.prospect.way = Way.TRIED if may else Way.ISSUED
-        kind.prospect.forget()
+        kind.prospect.begin()
 
     def only(self, kind: Kind) -> None:
         """An iteration begins: what was captured of another kind is given back."""
@@ -131,6 +131,8 @@ class Launching:
         launched = None if call else self._first(iteration, args)
         if launched is not None:
             return launched.program()
+        if kind.prospect.tight and not call:
+            self._listening.rehearse()
         return self._listening.program(force.programs[call])
 
     def _first(self, iteration: Iteration, args: Sequence[Any]) -> Launched | None:
@@ -140,13 +142,12 @@ class Launching:
             self.rest()
         if kind.prospect.way is Way.ISSUED or kind.stage is not Stage.STEADY:
             return None
-        if self._launched is None and self._row >= kind.prospect.wanted and kind.prospect.ready:
+        if self._launched is None and kind.prospect.may_follow(self._row):
             self._launched = self._captured(kind, kind.graphs[0], args)
             if self._launched is None:
                 kind.prospect.way = Way.ISSUED
         elif self._launched is None:
-            if not kind.prospect.known:
-                self._listening.begin(kind.prospect)
+            self._listening.begin(kind.prospect)
         elif not (
             self._launched.takes(args)
             or (self._move_gradients(self._launched) and self._launched.takes(args))
@@ -206,7 +207,7 @@ class Launching:
     def _give_back(self) -> None:
         launched, self._launched = self._launched, None
         self._row, self._samples = 0, []
-        self._listening.drop()
+        self._ledger.drop()
         self.loans.lend_of(None)
         if launched is not None:
             # They would hold memory that nobody else is given.
@@ -218,9 +219,8 @@ class Launching:
     def starved(self, kind: Kind) -> bool:
         """The device ran out of memory: whether that is of what was captured, which is gone now."""
         launched = self._launched is not None and kind is self._kind
-        rehearsed = self._listening.rehearses
         self.rest()
-        if rehearsed:
+        if rehearsed := self._listening.drop():
             kind.prospect.unpack()
         if launched or rehearsed:
             kind.prospect.way = Way.ISSUED

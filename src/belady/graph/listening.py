@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from belady.graph.program import Program
 from belady.graph.prospect import Prospect, Way
 from belady.graph.rehearsal import Rehearsal
 from belady.graph.steps import Loans
+from belady.measure.probe import ram
 from belady.memory.ledger import Ledger
 
 # Part of what is free when a rehearsal begins that stays on the device of what is made in it; and
@@ -32,22 +32,25 @@ class Listening:
         self._ledger, self._loans = ledger, loans
         self._rehearsal: Rehearsal | None = None
 
-    @property
-    def rehearses(self) -> bool:
-        """Whether the iteration that runs is rehearsed."""
-        return self._rehearsal is not None
-
     def begin(self, prospect: Prospect) -> None:
-        """Have the blocks of the iteration that begins noted."""
+        """Have the blocks of the iteration that begins noted, unless they are known."""
+        if prospect.known:
+            return
         self._loans.forget()
         if prospect.packs:
+            self.rehearse()
+        else:
+            self._ledger.begin()
+
+    def rehearse(self) -> None:
+        """Have the iteration that begins rehearsed, if it is not."""
+        if self._rehearsal is None:
             cuda = self._device.type == "cuda"
             held = torch.cuda.memory_allocated(self._device) if cuda else 0
             most = int(_STAYS * max(0, self._budget_bytes - held))
-            host = int(_HOST * psutil.virtual_memory().available)
+            _, available = ram()
+            host = int(_HOST * available)
             self._rehearsal = Rehearsal(self._device, most, host, self._ledger.begin)
-        else:
-            self._ledger.begin()
 
     def program(self, program: Program) -> Program:
         """What a call of the iteration runs as that is issued."""
@@ -65,19 +68,23 @@ class Listening:
         # It has heard what came and went; what came after is of no use.
         rehearsal.close()
         self._ledger.drop()
+        if prospect.packing is not None or not prospect.packs:
+            # It was for want of room alone.
+            return
         if not prospect.rehearsed:
             # Kernels that are loaded, and measured by those who choose among them, take more.
             prospect.rehearsed = True
             return
         prospect.packing = rehearsal.packing()
         if prospect.packing is None:
-            # Somebody else has the allocator listened to.
+            # Somebody else has the allocator listened to, say.
             prospect.unpack()
             prospect.way = Way.ISSUED
 
-    def drop(self) -> None:
-        """Listen no more."""
+    def drop(self) -> bool:
+        """Listen no more; whether an iteration was being rehearsed."""
         self._ledger.drop()
-        if self._rehearsal is not None:
-            self._rehearsal.close()
-            self._rehearsal = None
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if rehearsal is not None:
+            rehearsal.close()
+        return rehearsal is not None

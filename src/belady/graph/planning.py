@@ -199,8 +199,7 @@ class Planning:
         if force is None:
             return
         # One that is launched needs no room between its blocks, but to know how fast kernels are.
-        may = kind.prospect.way is Way.TRIED
-        self._verification.leaps = may and packs(self._carrier.device)
+        self._verification.leaps = kind.prospect.way is Way.TRIED and packs(self._carrier.device)
         trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics(kind))
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
@@ -253,6 +252,9 @@ class Planning:
                 if prospect.way is Way.TRIED:
                     # What it gains shows when it is launched. What it holds is known.
                     prospect.instead, kind.stage = (drawn, follows, measured), Stage.STEADY
+                    prospect.tight = prospect.packs
+                else:
+                    self._put_in_force(kind, drawn, follows)
         except InfeasibleBudgetError:
             pass
         prospect.asked = True

@@ -30,13 +30,17 @@ def told_of_points(point: Callable[[], None]) -> Iterator[None]:
     with _LOCK:
         if not _TOLD:
             _tell_of_buffers()
+        before = _TOLD.get(thread)
         _TOLD[thread] = point
     try:
         with _Telling(point):
             yield
     finally:
         with _LOCK:
-            del _TOLD[thread]
+            if before is None:
+                del _TOLD[thread]
+            else:
+                _TOLD[thread] = before
             if not _TOLD:
                 for module, name, plain in _BEFORE:
                     module[name] = plain

@@ -52,6 +52,9 @@ class Prospect:
         What the pool of the last capture that had room begins with.
     packs, packing
         Whether the blocks of what is captured are packed, and how: None where they are not known.
+    tight
+        Whether the plan in force has room for packed blocks only, so that it is rehearsed whenever
+        it is not launched.
     rehearsed
         Whether the kernels of the plan have run.
     unpacked
@@ -73,6 +76,7 @@ class Prospect:
     holes: Holes | None = None
     packs: bool = False
     packing: Packing | None = None
+    tight: bool = False
     rehearsed: bool = False
     unpacked: bool = False
 
@@ -82,18 +86,25 @@ class Prospect:
         ended = self.way is Way.ISSUED and self.instead is None
         return not ended and self.way is not Way.LAUNCHED
 
-    @property
-    def ready(self) -> bool:
-        """Whether what is to be captured has been listened to, where its blocks are packed."""
-        return not self.packs or self.packing is not None
+    def may_follow(self, row: int) -> bool:
+        """Whether it is captured after so many iterations of its kind in a row.
+
+        Where its blocks are packed, as soon as these are known: it is not issued meanwhile.
+        """
+        return self.packing is not None if self.packs else row >= self.wanted
 
     @property
     def known(self) -> bool:
         """Whether it is known which blocks come and go."""
         return self.packing is not None if self.packs else bool(self.events)
 
+    def begin(self) -> None:
+        """Another plan is in force."""
+        self.forget()
+        self.tight = False
+
     def forget(self) -> None:
-        """Another plan is in force, of which nothing is known."""
+        """Nothing is known of what an iteration takes."""
         self.events, self.packing, self.rehearsed = (), None, False
 
     def unpack(self) -> None:

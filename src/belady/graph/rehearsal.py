@@ -158,17 +158,15 @@ class Rehearsal:
     def _backward(
         self, run: Callable[..., Any], saved: list[Any], args: list[Any], *rest: Any
     ) -> Any:
-        self._notes.given = [it.data_ptr() for it in _storages(args)]
+        tensors = [it for it in args if isinstance(it, torch.Tensor)]
+        self._notes.given = [(it.untyped_storage().data_ptr(), it.nbytes) for it in tensors]
         self._others |= {it._cdata for it in _storages(args)}
-        # What a launch is given has bytes of its own.
-        apart = all(it.nbytes == it.untyped_storage().nbytes() for it in args if it is not None)
-        apart = apart and len({*self._notes.given}) == len(self._notes.given)
         with self._listened():
             gradients = run(saved, args, *rest)
             self.before(*gradients)
         self._hand_out(gradients)
         listened, events = self._ledger.listens, self._ledger.end()
-        if events and apart:
+        if events:
             self._lives = lives_of(events, self._ledger.addresses, self._notes)
         if listened:
             self._then()
@@ -195,8 +193,10 @@ class Rehearsal:
         self._mark(Mark.POINT)
 
     def _mark(self, mark: Mark) -> None:
-        with unseen():
-            mark.leave(self._device)
+        # Another one may listen, whose marks these would not be.
+        if self._ledger.listens:
+            with unseen():
+                mark.leave(self._device)
 
     def _forget(self) -> None:
         """Note what is gone."""

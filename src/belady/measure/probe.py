@@ -131,7 +131,7 @@ def _measure(
 
 def _cuda_links(device: torch.device, notes: list[tuple[str, str]]) -> list[Link]:
     lanes = lanes_for(device)
-    room = min(torch.cuda.mem_get_info(device)[0], _ram()[1]) // 8
+    room = min(torch.cuda.mem_get_info(device)[0], ram()[1]) // 8
     largest = max((size for size in COPY_SIZES if size <= room), default=COPY_SIZES[0])
     arena = HostArena(None, pin=True)
     try:
@@ -194,7 +194,7 @@ def _disk_links(folder: str, near: Tier) -> tuple[Link, Link]:
 
 def _profile(device: torch.device, folder: str | None, links: tuple[Link, ...]) -> HardwareProfile:
     """Add to measured links what is read anew each time."""
-    total, available = _ram()
+    total, available = ram()
     outside = 0
     capacities = [Capacity(Tier.DEVICE, total)]
     if device.type == "cuda":
@@ -219,7 +219,7 @@ def _profile(device: torch.device, folder: str | None, links: tuple[Link, ...]) 
     )
 
 
-def _ram() -> tuple[int, int]:
+def ram() -> tuple[int, int]:
     """Bytes of memory in all and available now, within the limit of a container."""
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)

@@ -55,18 +55,21 @@ class Notes:
     results
         Addresses of what forward gives and nobody needs in backward: a launch copies it.
     given
-        Addresses of what backward is given, which a launch has in memory of its own.
+        Addresses and bytes of what backward is given, which a launch has in memory of its own.
     """
 
     away: list[dict[int, int]] = field(default_factory=list)
     back: list[dict[int, int]] = field(default_factory=list)
     gone: list[tuple[int, int]] = field(default_factory=list)
     results: Sequence[int] = ()
-    given: Sequence[int] = ()
+    given: Sequence[tuple[int, int]] = ()
 
 
 def lives_of(events: Sequence[Event], addresses: Sequence[int], notes: Notes) -> list[Life]:
     """The lives of the large blocks of a forward and a backward, in the order in which they come.
+
+    None are known where marks and notes do not agree: then somebody else has left some, or torch
+    has forgotten the first of them.
 
     As if nothing had been put elsewhere in between. Their moments are the points, and that before
     backward, at which what it is given comes.
@@ -77,14 +80,17 @@ def lives_of(events: Sequence[Event], addresses: Sequence[int], notes: Notes) ->
         What was noted, see `belady.memory.ledger`.
     """
     reader = _Reader(addresses, notes)
-    for block, nbytes in events:
-        if nbytes in _MARKS:
-            reader.mark(Mark(nbytes), block)
-        elif nbytes:
-            reader.taken(block, nbytes)
-        else:
-            reader.given_back(block)
-    return reader.lives()
+    try:
+        for block, nbytes in events:
+            if nbytes in _MARKS:
+                reader.mark(Mark(nbytes), block)
+            elif nbytes:
+                reader.taken(block, nbytes)
+            else:
+                reader.given_back(block)
+        return reader.lives()
+    except (StopIteration, IndexError):
+        return []
 
 
 class _Reader:
@@ -121,9 +127,12 @@ class _Reader:
         if self._sections == 1:
             return
         self._moment += 1
-        for address in self._notes.given:
-            block, nbytes = self._living.get(address, (-1, 0))
-            if nbytes > SMALL and block not in self._of:
+        for number, (address, nbytes) in enumerate(self._notes.given):
+            block, _ = self._living.get(address, (-1, 0))
+            if block in self._of or block < 0:
+                # Others hold its bytes, or it shares them: it is there to the end, say.
+                block = -2 - number
+            if nbytes > SMALL:
                 self._comes(block, nbytes)
 
     def _end(self) -> None:

@@ -99,7 +99,7 @@ def test_reads_anew_what_changes(
     cache: Path, measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe(CPU, spill_dir=str(tmp_path))
-    monkeypatch.setattr(module, "_ram", lambda: (12345, 1234))
+    monkeypatch.setattr(module, "ram", lambda: (12345, 1234))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     profile = probe(CPU, spill_dir=str(tmp_path))
     assert len(measured) == 1

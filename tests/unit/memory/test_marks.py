@@ -65,12 +65,15 @@ def test_what_is_there_from_one_point_to_another() -> None:
     it.mark(Mark.END)
     for block in (before, small, result, gradient):
         it.give_back(block)
-    notes = Notes(results=[it.addresses[result]], given=[it.addresses[given]])
+    notes = Notes(
+        results=[it.addresses[result]], given=[(it.addresses[given], 5 * MIB), (7, 3 * MIB)]
+    )
     assert [life[:3] for life in lives_of(it.events, it.addresses, notes)] == [
         (2 * MIB + LEAST, 1, 2),
         (3 * MIB, 2, 3),
         (4 * MIB, 3, 3),
         (5 * MIB, 4, 5),
+        (3 * MIB, 4, 5),
         (6 * MIB, 5, 5),
     ]
 
@@ -134,3 +137,16 @@ def test_what_goes_at_its_own_moment_may_be_followed_there() -> None:
     lives = lives_of(it.events, it.addresses, Notes())
     assert lives[0].gone == 2
     assert min(life.gone for life in lives[1:]) > 3
+
+
+def test_where_marks_and_notes_do_not_agree_nothing_is_known() -> None:
+    it = Listened()
+    it.mark(Mark.BEGIN)
+    it.mark(Mark.POINT)
+    block = it.take(2 * MIB)
+    # Another rehearsal's.
+    it.mark(Mark.AWAY)
+    it.mark(Mark.OVER)
+    it.mark(Mark.END)
+    it.give_back(block)
+    assert lives_of(it.events, it.addresses, Notes()) == []
