@@ -231,7 +231,7 @@ def test_what_is_captured_takes_the_blocks_of_its_rehearsal(
     found, missed = as_captured(packing, book)
     assert [nbytes for _, nbytes in found] == [it.nbytes for it in packing.lives]
     assert len(found) >= 10
-    assert packing.end == held_bytes(packing.lives)
+    assert packing.end <= 1.005 * held_bytes(packing.lives)
     assert [at for at, _ in found] == list(packing.addresses)
     assert missed == []
 

@@ -15,7 +15,6 @@ from belady.graph.bits import Bits
 from belady.graph.calls import part_of
 from belady.graph.captured import Captured
 from belady.graph.kinds import Force, Kind, all_go_back
-from belady.graph.launchable import packs
 from belady.graph.launching import Launching, gains
 from belady.graph.ops import is_fused
 from belady.graph.ordering import Ordering
@@ -198,8 +197,6 @@ class Planning:
         force = kind.force
         if force is None:
             return
-        # One that is launched needs no room between its blocks, but to know how fast kernels are.
-        self._verification.leaps = kind.prospect.way is Way.TRIED and packs(self._carrier.device)
         trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics(kind))
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
@@ -223,9 +220,9 @@ class Planning:
         elif kind.prospect.instead is not None and kind.prospect.way is Way.ISSUED:
             instead, kind.prospect.instead = kind.prospect.instead, None
             # Once more where a capture lacked room.
-            unpacked, kind.prospect.unpacked = kind.prospect.unpacked, False
+            tight = kind.prospect.tight
             again = bool(kind.prospect.lacking_bytes) and self._launches(kind, *instead)
-            kind.prospect.lacking_bytes = None if unpacked else 0
+            kind.prospect.lacking_bytes = None if tight else 0
             if not again:
                 self._put_in_force(kind, *instead[:2])
 

@@ -57,8 +57,6 @@ class Prospect:
         it is not launched.
     rehearsed
         Whether the kernels of the plan have run.
-    unpacked
-        Whether blocks are no longer packed: a plan may be asked for with more room once more.
     """
 
     way: Way = Way.ISSUED
@@ -78,7 +76,6 @@ class Prospect:
     packing: Packing | None = None
     tight: bool = False
     rehearsed: bool = False
-    unpacked: bool = False
 
     @property
     def open(self) -> bool:
@@ -110,7 +107,7 @@ class Prospect:
     def unpack(self) -> None:
         """Have a plan be asked for whose blocks are placed as the allocator would."""
         self.forget()
-        self.packs, self.unpacked, self.lacking_bytes, self.holes = False, True, 1, None
+        self.packs, self.lacking_bytes, self.holes = False, 1, None
 
     def lacks(self, nbytes: int) -> None:
         """Have a plan be asked for with so much more room, once: after the first capture."""

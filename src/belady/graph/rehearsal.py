@@ -22,8 +22,9 @@ from belady.graph.points import told_of_points
 from belady.graph.program import Program
 from belady.memory.geometry import unseen
 from belady.memory.ledger import Ledger
-from belady.memory.marks import SMALL, Mark, Notes, lives_of
+from belady.memory.marks import Mark, Notes, lives_of
 from belady.simulate.packing import Life, Packing, packed
+from belady.simulate.stretch import SMALL
 
 # Seconds for which blocks are packed in other ways.
 _MOST_S = 10.0
@@ -86,7 +87,7 @@ class Rehearsal:
         device: torch.device,
         most_bytes: int,
         host_bytes: int,
-        then: Callable[[], None] = lambda: None,
+        then: Callable[[], None],
     ) -> None:
         self._device, self._then = device, then
         self._most, self._host_bytes = most_bytes, host_bytes

@@ -214,8 +214,6 @@ def with_gap_of(
     allocator: Allocator,
     measured: Measured,
     others: Sequence[tuple[float, bool]] = (),
-    *,
-    leaps: bool = False,
 ) -> Allocator | None:
     """The allocator with the margin that an iteration under ``plan`` showed; None if it agrees.
 
@@ -228,12 +226,10 @@ def with_gap_of(
     ----------
     others
         Margins of plans that were measured before, and whether the allocator had to flush.
-    leaps
-        Whether the roomiest follows at once.
     """
     fraction = allocator.margin_fraction
     if measured.allocation_retries:
-        again = leaps or any(flushed for _, flushed in others)
+        again = any(flushed for _, flushed in others)
         roomier = roomiest(trace, plan, allocator, measured) if again else wider(allocator)
         more = roomier.margin_fraction
         enough = min((it for it, flushed in others if not flushed and it > fraction), default=None)

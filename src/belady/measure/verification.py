@@ -56,9 +56,6 @@ class Verification:
     ----------
     notes
         What a user should know of corrections, one sentence each.
-    leaps
-        Whether a plan that makes the allocator flush its cache only has to be followed by one that
-        does not: see `belady.measure.corrections.with_gap_of`.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Verification:
         self._policy = policy
         self._hardware = hardware
         self._kernels = kernels
-        self._starved = self.leaps = False
+        self._starved = False
 
     def first(self, trace: Trace, *numerics: str) -> Trial:
         """The plan to begin with.
@@ -190,7 +187,7 @@ class Verification:
         # Of workspaces the trace can know more than when the plan was made.
         plan = replace(plan, predicted_peak_bytes=predicted.peak(Tier.DEVICE))
         others = [margin(trial) for trial in tried[:-1]]
-        gap = with_gap_of(trace, plan, hardware.allocator, measured, others, leaps=self.leaps)
+        gap = with_gap_of(trace, plan, hardware.allocator, measured, others)
         peak = with_peak_of(plan, gap or hardware.allocator, measured)
         allocator = peak or gap
         if allocator is None and predicted.seconds == plan.predicted_seconds:

@@ -15,8 +15,8 @@ import torch
 
 from belady.memory.cap import WALL_BYTES
 from belady.memory.geometry import unseen
-from belady.memory.marks import SMALL
 from belady.simulate.packing import Packing
+from belady.simulate.stretch import SMALL
 
 
 class Hole(NamedTuple):

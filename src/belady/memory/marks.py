@@ -13,10 +13,7 @@ from enum import IntEnum
 import torch
 
 from belady.simulate.packing import Life
-from belady.simulate.stretch import LEAST, Event
-
-# Blocks of up to so many bytes have pages of their own (kSmallSize of torch's allocator).
-SMALL = 1 << 20
+from belady.simulate.stretch import LEAST, SMALL, Event
 
 
 class Mark(IntEnum):

@@ -21,10 +21,8 @@ from belady.ir.replay import at_once
 from belady.ir.residency import Interval, intervals
 from belady.ir.scratch import ReplayStep, chosen_workspaces, steps_of
 from belady.ir.trace import StorageKind, Tier, Trace
-from belady.simulate.stretch import Event, end_of
+from belady.simulate.stretch import SMALL, Event, end_of
 
-# Smaller ones come from segments of their own, in all a few MiB.
-_SMALL = 1 << 20
 # Blocks of up to so many bytes that may be elsewhere, too.
 _ELSEWHERE = (4 << 20, 16 << 20)
 # Number of the first block that is taken for one op alone, and those after it are below.
@@ -47,7 +45,7 @@ class Blocks(NamedTuple):
         Where that is more than its cap, it flushes its cache in every iteration, or is out of
         memory.
         """
-        return self.lasting + end_of(self.events, _SMALL)
+        return self.lasting + end_of(self.events, SMALL)
 
     def held_bytes(self) -> int:
         """The most that is held at once, were nothing lost between blocks."""
@@ -199,7 +197,7 @@ def walked(trace: Trace, plan: Plan, allocator: Allocator) -> Walk:
             lasting += nbytes
             continue
         again = decisions.get(value)
-        if nbytes <= _SMALL and not isinstance(again, Recompute):
+        if nbytes <= SMALL and not isinstance(again, Recompute):
             continue
         if gradient:
             walk.born.setdefault(start, []).append((block, nbytes))
@@ -218,7 +216,7 @@ def walked(trace: Trace, plan: Plan, allocator: Allocator) -> Walk:
     chosen = chosen_workspaces(trace, plan)
     for index, op in enumerate(trace.ops):
         nbytes = chosen.get(index, op.workspace_bytes)
-        if nbytes > _SMALL:
+        if nbytes > SMALL:
             steps[index].workspace.append(allocator.held(nbytes))
     return walk._replace(lasting=lasting)
 
@@ -284,7 +282,7 @@ def _during(replay: _Again) -> Iterator[Event]:
             if storage in replay.blocks:
                 taken.insert(before, replay.blocks[storage])
         yield from taken
-        if step.workspace > _SMALL:
+        if step.workspace > SMALL:
             yield from _for_now([step.workspace])
         yield from ((-2 - storage, 0) for storage, _ in step.freed)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from belady.simulate.stretch import Event, end_of
+from belady.simulate.stretch import SMALL, Event, end_of
 from belady.units import format_bytes
 
-# Blocks that are simulated; holes are of the sizes of larger ones.
-_SMALL, _LEAST = 1 << 20, 8 << 20
+# Holes are of the sizes of larger blocks.
+_LEAST = 8 << 20
 # Most holes, and how many blocks side by side each holds.
 _HOLES, _ROW = 4, (1, 1, 1, 2, 3)
 # Divisions that are simulated: as many as have so many blocks in all.
@@ -39,11 +39,11 @@ def divisions(events: Sequence[Event], wall: int, count: int) -> list[Holes]:
     sizes = sorted({nbytes for _, nbytes in events if nbytes >= _LEAST})
     draws = max(_FEWEST, min(_MOST, _EVENTS // max(1, len(events)))) if sizes else 0
     rng, found = random.Random(0), dict[Holes, int]()
-    found[()] = end_of(events, _SMALL)
+    found[()] = end_of(events, SMALL)
     for _ in range(draws):
         holes = _drawn(rng, sizes)
         if holes not in found:
-            found[holes] = end_of(events, _SMALL, holes, wall)
+            found[holes] = end_of(events, SMALL, holes, wall)
     # Of equals the one with the fewest walls.
     return sorted(found, key=lambda holes: (found[holes], len(holes)))[:count]
 

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
+from belady.simulate.stretch import LEAST, divided
+
 # Of orders beside the best so far, how many are gone on from although they are worse.
 _WORSE = 0.03
 # How often another block is moved too.
 _ANOTHER = 0.3
+# What is lost of what is held at once that is not worth another order.
+_ENOUGH = 0.005
 
 
 class Life(NamedTuple):
@@ -55,7 +60,7 @@ def held_bytes(lives: Sequence[Life]) -> int:
 
 
 def packed(lives: Sequence[Life], small: int, most_s: float) -> Packing:
-    """The lowest packing found.
+    """The first packing found that loses next to nothing, else the lowest.
 
     Parameters
     ----------
@@ -67,11 +72,11 @@ def packed(lives: Sequence[Life], small: int, most_s: float) -> Packing:
     most_s
         Seconds after which no other order is tried.
     """
-    least = held_bytes(lives)
+    enough = (1 + _ENOUGH) * held_bytes(lives)
     search, until = _Search(lives, small), perf_counter() + most_s
     best = min((search.of(order) for order in search.orders()), key=_lowest)
     here, rng = best, random.Random(0)
-    while best.end > least and perf_counter() < until:
+    while best.end > enough and perf_counter() < until:
         other = search.of(_moved(here, rng))
         if _lowest(other) <= _lowest(here) or rng.random() < _WORSE:
             here = other
@@ -185,23 +190,22 @@ class _Search:
 
         Each takes the smallest hole that holds it, and what is left for neighbours is one.
         """
-        found = []
-        for blocks in self._together:
-            holes = [self._widened(it, blocks[0], below) for it in self._holes(blocks, below)]
-            there = list[int]()
-            for block in blocks:
-                for before in [it for it in there if self._lives[it].gone <= block]:
-                    there.remove(before)
-                    holes = _opened(holes, int(below[before]), int(self._sizes[before]))
-                nbytes = int(self._sizes[block])
-                hole = min((it for it in holes if it.nbytes >= nbytes), default=None)
-                if hole is None or hole.address != below[block]:
-                    found.append(block)
-                    break
-                there.append(block)
-                holes.remove(hole)
-                holes.append(_Hole(hole.nbytes - nbytes, hole.address + nbytes))
-        return found
+        return [it for blocks in self._together if (it := self._first_astray(blocks, below)) >= 0]
+
+    def _first_astray(self, blocks: Sequence[int], below: np.ndarray) -> int:
+        holes = [self._widened(it, blocks[0], below) for it in self._holes(blocks, below)]
+        # Here the holes lie one behind the other, with walls in between.
+        begins = [0, *accumulate(it.nbytes + LEAST for it in holes)]
+        stretch, there = divided([it.nbytes for it in holes], LEAST), dict[int, int]()
+        for block in blocks:
+            for before in [it for it in there if self._lives[it].gone <= block]:
+                stretch.free(there.pop(before))
+            at = int(below[block])
+            number = max(n for n, it in enumerate(holes) if it.address <= at)
+            there[block] = stretch.take(int(self._sizes[block]))
+            if there[block] != begins[number] + at - holes[number].address:
+                return block
+        return -1
 
     def _holes(self, blocks: Sequence[int], below: np.ndarray) -> list[_Hole]:
         holes = list[_Hole]()
@@ -220,16 +224,3 @@ class _Search:
         above = below[beside[self._first[beside] < moment]] - (hole.address + hole.nbytes)
         gap = int(above[above >= 0].min(initial=self._small + 1))
         return hole if gap > self._small else _Hole(hole.nbytes + gap, hole.address)
-
-
-def _opened(holes: Sequence[_Hole], address: int, nbytes: int) -> list[_Hole]:
-    """Holes with another one, which is one with those beside it."""
-    rest, end = list[_Hole](), address + nbytes
-    for hole in holes:
-        if hole.address + hole.nbytes == address:
-            address = hole.address
-        elif hole.address == end:
-            end += hole.nbytes
-        else:
-            rest.append(hole)
-    return [*rest, _Hole(end - address, address)]

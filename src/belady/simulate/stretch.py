@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 # What is left of a hole is one again, down to this size.
 LEAST = 512
+# Blocks of up to so many bytes have pages of their own (kSmallSize of torch's allocator).
+SMALL = 1 << 20
 # After so many iterations the next ones find what the last one did.
 _ITERATIONS = 2
 
@@ -85,7 +87,7 @@ def end_of(events: Sequence[Event], least: int, holes: Sequence[int] = (), wall:
     holes
         Bytes of each hole that it begins with, behind which ``wall`` bytes stay taken.
     """
-    stretch = _divided(holes, wall)
+    stretch = divided(holes, wall)
     for _ in range(_ITERATIONS):
         where: dict[int, int] = {}
         for block, nbytes in events:
@@ -99,7 +101,8 @@ def end_of(events: Sequence[Event], least: int, holes: Sequence[int] = (), wall:
     return stretch.end
 
 
-def _divided(holes: Sequence[int], wall: int) -> Stretch:
+def divided(holes: Sequence[int], wall: int) -> Stretch:
+    """A stretch that begins with holes of so many bytes, behind each of which a wall is taken."""
     stretch, opened = Stretch(), list[int]()
     for nbytes in holes:
         opened.append(stretch.take(nbytes))

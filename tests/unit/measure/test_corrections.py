@@ -142,10 +142,6 @@ def test_what_was_held_is_to_have_room_beside_the_largest_piece():
     found = with_gap_of(large, PLAN, ALLOCATOR, flushed, [(0.15, False)])
     assert found is not None
     assert found.margin_fraction == pytest.approx(0.32)
-    # Unless no step back is wanted, as it is to show kernels alone.
-    found = with_gap_of(large, PLAN, ALLOCATOR, flushed, leaps=True)
-    assert found is not None
-    assert found.margin_fraction == pytest.approx(0.41)
 
 
 def test_a_plan_that_loses_time_is_tried_with_the_margin_that_its_blocks_need():

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from belady.memory import filling as fillings
@@ -82,10 +82,11 @@ def test_blocks_lie_where_they_are_to(rng: random.Random, count: int, before: in
     hangs = packing.end > max(
         at + it.nbytes for at, it in zip(packing.addresses, lives, strict=True)
     )
-    if not hangs:
-        assert [at - before for at in found] == list(packing.addresses)
-        assert filling.missed == []
-        assert memory.stretch.end == before + packing.end + WALL_BYTES
+    # What is packed at once may hang.
+    assume(not hangs)
+    assert [at - before for at in found] == list(packing.addresses)
+    assert filling.missed == []
+    assert memory.stretch.end == before + packing.end + WALL_BYTES
 
 
 def test_without_it_they_do_not() -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from belady.memory.marks import SMALL, Mark, Notes, lives_of
-from belady.simulate.stretch import LEAST, Event
+from belady.memory.marks import Mark, Notes, lives_of
+from belady.simulate.stretch import LEAST, SMALL, Event
 
 
 @dataclass

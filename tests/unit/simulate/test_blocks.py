@@ -337,7 +337,7 @@ def test_never_less_than_what_is_held(case: tuple) -> None:  # type: ignore[type
     trace, _, plan = case
     allocator = Allocator(1, 0.0, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_SMALL", 0)
+        patch.setattr(blocks, "SMALL", 0)
         walk = walked(trace, plan, allocator)
         found = blocks_of(walk, gradients_apart=False).reserved_bytes()
     # Not `curve`: it counts what an op makes beside what a replay before it takes for a while.
