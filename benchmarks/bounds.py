@@ -32,11 +32,12 @@ def bounded(run: Run, budget: Budget, **limits: Any) -> Bound:
 
 
 def bound_of_own(run: Run) -> Record:
-    """Of a run of captured graphs, what no plan of its own trace can beat (``own_bound_seconds``).
+    """Of captured graphs and of slices, what no plan of their trace can beat.
 
-    The method ``bound`` is of hooks and eager kernels.
+    That is ``own_bound_seconds``. The method ``bound`` is of hooks, eager kernels and no slices.
     """
-    if run.trace.source is not Source.GRAPH or len(run.trace.ops) > _PATIENT:
+    apart = run.trace.source is Source.GRAPH or "sections" in run.plan.numerics
+    if not apart or len(run.trace.ops) > _PATIENT:
         return {}
     try:
         found = bounded(run, run.plan.budget, samples=_SAMPLES, solver_seconds=_SOLVER_SECONDS)

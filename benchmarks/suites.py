@@ -100,16 +100,17 @@ def _targets() -> Iterable[Case]:
     for budget in ("6.45GiB", "5.9GiB", "4.5GiB", "3GiB"):
         yield Case("resnet50", "belady-inductor:auto", budget, "bf16", channels_last=True)
     for precision, budget in (("tf32", "12GiB"), ("fp32", "12GiB"), ("bf16", "6GiB")):
-        yield from _within("vgg19", budget, (), precision)
+        yield from _within("vgg19", budget, (OURS + "vdnn_dyn",), precision)
     for batch in (256, 512):
-        yield from _within("vgg16", "4GiB", (OURS + "tvdnn_greedy",), batch=batch)
+        tvdnn = OURS + "tvdnn_ilp", OURS + "tvdnn_greedy"
+        yield from _within("vgg16", "4GiB", tvdnn, batch=batch)
     # nvidia-smi's MB are MiB.
     others = ("belady-graph:auto", OURS + "layrub_hybrid", "checkpoint")
     yield from _within("resnet1517", "11239MiB", others)
     # The host takes longer than kernels do, or about as long.
     for net, share in (("lstm", "50%"), ("dag", "33%")):
         yield from _within(net, share, ("belady-graph:auto", "checkpoint"), "bf16")
-    yield from _within("vgg416", "4.2GB", ())
+    yield from _within("vgg416", "4.2GB", (OURS + "vdnn_dyn",))
     peers = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
     for net, sizes in (
         ("googlenet", {}),

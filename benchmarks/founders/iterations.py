@@ -11,6 +11,7 @@ from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.ordered.policies import ALWAYS, AS_NEEDED
 from belady.ordered.wrap import ordered
+from belady.planners.least import Least, least_of
 from belady.planners.sectioning import Sectioning
 from belady.sections import cutting
 from belady.sections.allowed import reasons
@@ -44,7 +45,7 @@ class Iteration:
         self._slower = slower
         setting = Setting("fp32", device="cpu")
         self._work = WORKLOADS[net.workload].make(setting, {"batch": net.batch}, False)
-        self._cut: dict[int, Way | None] = {}
+        self._cut: dict[Least, Way | None] = {}
 
     def ways(self, policy: str, nbytes: int | None) -> Iterator[Way]:
         """What ``policy`` may try one after another until it fits in ``nbytes``; None: uncut."""
@@ -53,9 +54,10 @@ class Iteration:
         if policy in ALWAYS | AS_NEEDED:
             yield self.ordered
         if policy in cutting.POLICIES and nbytes is not None:
-            if nbytes not in self._cut:
-                self._cut[nbytes] = self._in_slices(nbytes)
-            found = self._cut[nbytes]
+            least = least_of(policy, self.hardware, Budget(nbytes))
+            if least not in self._cut:
+                self._cut[least] = self._in_slices(least)
+            found = self._cut[least]
             if found is not None:
                 yield found
 
@@ -77,14 +79,13 @@ class Iteration:
         trace = observed_on(self.machine, static(self._work), flops(self._work))
         return slowed(trace, self._slower)
 
-    def _in_slices(self, nbytes: int) -> Way | None:
+    def _in_slices(self, least: Least) -> Way | None:
         model, trace = self._work.model, self.plain.trace
 
         def may(section: Section) -> bool:
             return not reasons(model, section, trace)
 
-        search = Sectioning(trace, self.hardware, Budget(nbytes), chains(model), may)
-        found = search.within(nbytes)
+        found = Sectioning(trace, least, chains(model), may).within(least.budget.device_bytes)
         if not found:
             return None
         return Way("; ".join(map(_words, found)), apply(trace, found))

@@ -164,7 +164,16 @@ def test_slices_fit_where_whole_modules_do_not() -> None:
     assert (whole["outcome"], found["outcome"]) == ("simulated", "simulated")
     assert found["peak_bytes"] <= found["budget_bytes"] < whole["peak_bytes"]
     assert "slices" in found["way"]
-    assert _planned(it, POLICIES["vdnn_all"], found["budget_bytes"])["outcome"] == "infeasible"
+    assert _planned(it, POLICIES["layrub_hybrid"], found["budget_bytes"])["outcome"] == "infeasible"
+
+
+def test_slices_are_those_that_a_policy_needs() -> None:
+    it = Iteration("Titan X", Net("vgg16", 32))
+    nbytes = int(_planned(it, TVDNN_GREEDY, None)["budget_bytes"] * 0.9)
+    found = {name: _planned(it, POLICIES[name], nbytes) for name in ("vdnn_all", "tvdnn_greedy")}
+    assert {each["outcome"] for each in found.values()} == {"simulated"}
+    # What vDNN's leaves on the device the floor does not.
+    assert found["vdnn_all"]["way"] != found["tvdnn_greedy"]["way"]
 
 
 def test_pages_fault_on_pascal_and_volta_alone() -> None:

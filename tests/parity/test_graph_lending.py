@@ -364,7 +364,8 @@ def test_optimizers_on_a_gpu_step_as_without(name: str, monkeypatch: pytest.Monk
         run = vm.run()
     assert run is not None
     assert any(told.NOTE in it for it in run.notes)
-    assert len(lent) >= LAUNCHED - 1
+    # An iteration is measured without a capture, too, and two are rehearsed.
+    assert len(lent) >= LAUNCHED - 3
     assert len({*map(id, lent)}) == 1
     expected = training_with(name).run(plain, ITERATIONS).outcome()
     assert differences(expected, training.outcome()) == []

@@ -17,12 +17,10 @@ from belady.errors import PlanMismatchError
 from belady.ir.along import Dims, seen_along
 from belady.ir.collector import uncollected
 from belady.ir.finding import find
-from belady.ir.hardware import HardwareProfile
-from belady.ir.margin import needed
-from belady.ir.plan import Budget, Section
+from belady.ir.plan import Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
-from belady.planners.floor import held_by_floor
+from belady.planners.least import Least
 from belady.planners.places import (
     Chain,
     Order,
@@ -49,9 +47,9 @@ _ORDERS: tuple[Order, ...] = (len, lambda it: -len(it))
 _ALONGS = (0, 1)
 
 
-def over_budget(trace: Trace, hardware: HardwareProfile, budget: Budget) -> int:
-    """Bytes of the floor of ``trace`` beyond the budget; negative where there is room."""
-    return _needed(trace, hardware, budget)[0] - budget.device_bytes
+def over_budget(trace: Trace, least: Least) -> int:
+    """Bytes that ``trace`` needs at least beyond the budget; negative where there is room."""
+    return least.needed(trace)[0] - least.budget.device_bytes
 
 
 def _unknown(_along: int) -> Dims | None:
@@ -65,12 +63,12 @@ class Sectioning:
     ----------
     trace
         Unsectioned, with module paths.
+    least
+        What plans need of it; the device's bytes are given for each search.
     chains
         What may be cut from.
     may
         Whether a section may run in slices; asked of few.
-    budget
-        Of host and disk; that of the device is given for each search.
     dims
         Where rows along another dimension than the batch are, see `belady.ir.along`; asked late.
 
@@ -83,16 +81,14 @@ class Sectioning:
     def __init__(
         self,
         trace: Trace,
-        hardware: HardwareProfile,
-        budget: Budget,
+        least: Least,
         chains: Sequence[Chain],
         may: Callable[[Section], bool],
         dims: Callable[[int], Dims | None] = _unknown,
     ) -> None:
         self._trace = trace
         self._dims = dims
-        self._hardware = hardware
-        self._budget = budget
+        self._least = least
         self._may = may
         self.work = Work(trace)
         self._known: dict[Sections, tuple[int, str]] = {}
@@ -109,10 +105,10 @@ class Sectioning:
             If it does not show what is needed to cut them.
         """
         trace = self._under(sections)
-        return trace, held_by_floor(trace, self._hardware, self._budget)
+        return trace, self._least.held_by_floor(trace)
 
     def fits(self, sections: Sections, nbytes: int) -> bool:
-        """Whether the floor fits in ``nbytes`` under sections."""
+        """Whether a plan fits in ``nbytes`` under sections."""
         return self._needed(sections)[0] <= nbytes
 
     def allows(self, sections: Sections) -> bool:
@@ -120,7 +116,7 @@ class Sectioning:
         return all(map(self._is_allowed, sections))
 
     def within(self, nbytes: int) -> Sections | None:
-        """The least work in slices with which the floor fits in ``nbytes``; None if none do.
+        """The least work in slices with which a plan fits in ``nbytes``; None if none do.
 
         Empty if it fits as it is. Whoever runs them changes the order of sums.
         """
@@ -129,7 +125,7 @@ class Sectioning:
         return min(refined, key=self.work, default=None)
 
     def _found(self, order: Order, nbytes: int) -> Sections | None:
-        """Sections with which the floor fits, by the least change of the worst module each time."""
+        """Sections with which a plan fits, by the least change of the worst module each time."""
         chosen: Sections = ()
         for _ in range(_ROUNDS):
             needed, at = self._needed(chosen)
@@ -263,7 +259,7 @@ class Sectioning:
         return seen_along(self._trace, sections, self._dims)
 
     def _needed(self, sections: Sections) -> tuple[int, str]:
-        """Bytes of the smallest budget of the floor, and the module of the op that needs most."""
+        """Bytes of the smallest budget, and the module of the op that needs most."""
         if sections not in self._known:
             with uncollected():
                 self._known[sections] = self._judged(sections)
@@ -274,13 +270,7 @@ class Sectioning:
             trace = self._under(sections)
         except PlanMismatchError:
             return 1 << 62, ""
-        return _needed(trace, self._hardware, self._budget)
+        return self._least.needed(trace)
 
     def _under(self, sections: Sections) -> Trace:
         return apply(self._seen(sections), sections) if sections else self._trace
-
-
-def _needed(trace: Trace, hardware: HardwareProfile, budget: Budget) -> tuple[int, str]:
-    held = held_by_floor(trace, hardware, budget)
-    nbytes, at = needed(trace, hardware.allocator, held)
-    return nbytes, trace.ops[at].module if held else ""

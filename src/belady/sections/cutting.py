@@ -17,6 +17,7 @@ from belady.ir.trace import Trace
 from belady.measure.held import missing_state, state_bytes
 from belady.measure.key import Key
 from belady.measure.stages import Policy
+from belady.planners.least import AS_TOLD, least_of
 from belady.planners.places import Sections
 from belady.planners.sectioning import over_budget
 from belady.planners.workspace import with_workspaces
@@ -30,8 +31,9 @@ from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
 
-# What cuts modules by itself (tvDNN's "memory-object sectioning"); the others do as they are told.
-POLICIES = frozenset({"auto", "tvdnn_ilp", "tvdnn_greedy"})
+# What cuts modules by itself. tvDNN's paper has "memory-object sectioning"; without it vDNN's and
+# OC-DNN's cannot have what theirs have, whose layers run in place: one op needs more than that.
+POLICIES = AS_TOLD | {"auto", "tvdnn_ilp", "tvdnn_greedy"}
 # Kinds of calls of a root that are remembered.
 _KINDS = 64
 
@@ -77,14 +79,14 @@ class Cutting:
         self.least_bytes: int | None = None
         self.held_bytes = 0
         self._policy = policy
-        self._hardware = hardware
+        self._least = least_of(policy.name, hardware, policy.budget)
         self._device = device
         self._known: dict[nn.Module, dict[Key, Decided]] = {}
         self._undo: dict[nn.Module, InForce] = {}
         self._said: dict[int, list[str]] = {}
         self._must: dict[Key, InfeasibleBudgetError] = {}
         self._related = Related()
-        self._searching = Searching(hardware, policy.budget, device)
+        self._searching = Searching(self._least, device)
         self._room = Room(policy.budget.device_bytes)
 
     @property
@@ -98,7 +100,7 @@ class Cutting:
     def leaves_bytes(self, key: Key, module: nn.Module) -> int:
         """What convolutions of such a call are to leave of the budget, as they did when timed."""
         known, budget = self._known.get(module, {}).get(key), self._policy.budget.device_bytes
-        room = self._hardware.allocator.peak_within(int(self._room.allowed * budget))
+        room = self._least.hardware.allocator.peak_within(int(self._room.allowed * budget))
         return budget - room if known is not None and known.raced else 0
 
     def is_cut(self, key: Key, module: nn.Module) -> bool:
@@ -194,16 +196,15 @@ class Cutting:
         if trace is None or not self.may_cut:
             return False
         asking = with_workspaces(trace, self._searching.share(module, call))
-        budget = self._policy.budget
         # Nothing is lost between blocks of what is there already.
-        allocator = replace(self._hardware.allocator, settled_bytes=state_bytes(trace))
-        hardware = replace(self._hardware, allocator=allocator)
-        allowed = self._room.allowed
-        within = replace(budget, device_bytes=int(allowed * budget.device_bytes))
+        allocator = replace(self._least.hardware.allocator, settled_bytes=state_bytes(trace))
+        hardware = replace(self._least.hardware, allocator=allocator)
+        allowed, budget = self._room.allowed, self._policy.budget.device_bytes
         may_lack = asking != trace or allowed < 1.0
         # An optimizer that keeps nothing is rare, and what is not there yet is in no static trace.
         state = missing_state(trace, 1) if allowed == 1.0 else 0
-        return may_lack and over_budget(asking, hardware, within) + state > 0
+        needed, _ = replace(self._least, hardware=hardware).needed(asking)
+        return may_lack and needed + state > int(allowed * budget)
 
     def unsuited(self, module: nn.Module, trace: Trace) -> bool:
         """Forget the sections of ``module`` if they are too coarse, or finer than they must be.
@@ -239,7 +240,7 @@ class Cutting:
         return not self._policy.exact and self._policy.name in POLICIES
 
     def _lacks(self, module: nn.Module, trace: Trace) -> bool:
-        lacks = self._room.lacks(over_budget(trace, self._hardware, self._policy.budget))
+        lacks = self._room.lacks(over_budget(trace, self._least))
         return lacks and self._forget(module)
 
     def _spares(self, module: nn.Module, trace: Trace) -> bool:
@@ -259,7 +260,7 @@ class Cutting:
 
     @property
     def _beside(self) -> Beside:
-        return self._room.beside(self._policy, self._hardware, self.held_bytes)
+        return self._room.beside(self._policy, self._least.hardware, self.held_bytes)
 
     def _cut(self, key: Key, call: Candidate, choose: Choose, *, raced: bool) -> bool:
         """Choose sections; the search takes seconds, in which the script says nothing."""

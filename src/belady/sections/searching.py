@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from belady.ir.hardware import HardwareProfile
-from belady.ir.plan import Budget
+from belady.planners.least import Least
 from belady.planners.sectioning import Sectioning
 from belady.planners.workspace import with_workspaces
 from belady.sections.candidate import Candidate, chains
@@ -27,15 +26,15 @@ class Searching:
         Where modules run.
     """
 
-    def __init__(self, hardware: HardwareProfile, budget: Budget, device: torch.device) -> None:
+    def __init__(self, least: Least, device: torch.device) -> None:
         self.device = device
-        self._hardware, self._budget = hardware, budget
+        self._least = least
         self._timed: dict[Hashable, float] = {}
 
     def beside(self, call: Candidate, share: float) -> Sectioning:
         """With room for workspaces of so much of input, weight and output of each convolution."""
         asking, parts = with_workspaces(call.trace, share), chains(call.module)
-        return Sectioning(asking, self._hardware, self._budget, parts, call.may_cut, call.dims)
+        return Sectioning(asking, self._least, parts, call.may_cut, call.dims)
 
     def share(self, module: nn.Module, call: tuple[Any, Any]) -> float:
         """What room is made for, where a call fits but for workspaces.
@@ -57,7 +56,8 @@ class Searching:
 
         With tensor cores an algorithm without its workspace is out of the question. Without them
         the size of a slice can matter more than a workspace. A process that wants the same bits
-        each time is not to have them depend on a clock.
+        each time is not to have them depend on a clock. And where a plan holds more than the floor,
+        what it leaves to a workspace is not known before there is one.
 
         Parameters
         ----------
@@ -66,9 +66,9 @@ class Searching:
         """
         share = workspace_share(call.module, call.call, self.device)
         repeats = torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
-        if share <= max(WITH_TENSOR_CORES) or repeats:
+        if share <= max(WITH_TENSOR_CORES) or repeats or not self._least.is_floor:
             return None
         last = is_channels_last(call.module, call.call)
         timing = Timing(self.device, last, self._timed)
-        race = Race(call, self.beside(call, 0.0), timing, self._hardware, whole)
+        race = Race(call, self.beside(call, 0.0), timing, self._least.hardware, whole)
         return race if race.knows_all else None

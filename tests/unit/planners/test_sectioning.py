@@ -19,7 +19,8 @@ from belady.ir.sections import apply
 from belady.ir.trace import Trace
 from belady.measure.batch import static_trace_with_batch
 from belady.measure.held import with_state
-from belady.planners import sectioning, smallest_budget
+from belady.planners import smallest_budget
+from belady.planners.least import Least
 from belady.planners.sectioning import Sectioning, over_budget
 from belady.planners.workspace import with_workspaces
 from tests.unit.planners.nets import gpu
@@ -68,7 +69,7 @@ def sections_for(
     chains: Sequence[tuple[str, ...]],
     may: Callable[[Section], bool],
 ) -> tuple[Section, ...] | None:
-    return Sectioning(trace, hardware, budget, chains, may).within(budget.device_bytes)
+    return Sectioning(trace, Least(hardware, budget), chains, may).within(budget.device_bytes)
 
 
 def floor_of(trace: Trace, sections: Sequence[Section] = ()) -> int:
@@ -162,7 +163,7 @@ def test_what_convolutions_ask_for_beside_their_operands_is_counted() -> None:
         else:
             assert op.workspace_bytes == 0
     budget = Budget(floor_of(trace))
-    assert over_budget(trace, gpu(), budget) <= 0 < over_budget(asking, gpu(), budget)
+    assert over_budget(trace, Least(gpu(), budget)) <= 0 < over_budget(asking, Least(gpu(), budget))
     assert sections_for(trace, gpu(), budget, chains, everything) == ()
     found = sections_for(asking, gpu(), budget, chains, everything)
     assert found
@@ -181,7 +182,7 @@ def test_the_collector_rests_while_slices_are_judged(monkeypatch: pytest.MonkeyP
         asked.append(gc.isenabled())
         return True
 
-    monkeypatch.setattr(sectioning, "_needed", needs)
+    monkeypatch.setattr(Least, "needed", needs)
     assert sections_for(trace, gpu(), Budget(1), chains, may) is None
     assert resting
     assert all(resting)
@@ -232,7 +233,7 @@ def search(layers: int, frozen: bool, asked: list[Section]) -> Sectioning:
         assert along == 1
         return [op.batch_dims for op in seen[1].ops]
 
-    return Sectioning(trace, gpu(), PLENTY, chains, may, dims)
+    return Sectioning(trace, Least(gpu(), PLENTY), chains, may, dims)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -279,7 +280,9 @@ def test_of_few_samples_tokens_are_cut_and_of_enough_they_are_not() -> None:
         trace = replace(seen[0], device="cuda", storages=storages)
         dims = [op.batch_dims for op in seen[1].ops]
         chain = tuple(str(number) for number in range(5))
-        sectioning = Sectioning(trace, gpu(), PLENTY, [chain], everything, lambda _, it=dims: it)
+        sectioning = Sectioning(
+            trace, Least(gpu(), PLENTY), [chain], everything, lambda _, it=dims: it
+        )
         found = sectioning.within(int(0.35 * sectioning._needed(())[0]))
         assert found
         assert {it.along for it in found} == {along}
@@ -294,7 +297,7 @@ def test_where_tokens_are_not_known_nothing_is_cut_along_them() -> None:
 @pytest.mark.parametrize("slices", [1, 4])
 def test_what_the_floor_holds_is_what_its_plan_needs(slices: int) -> None:
     trace, chains = traced(flat)
-    search = Sectioning(trace, gpu(), PLENTY, chains, everything)
+    search = Sectioning(trace, Least(gpu(), PLENTY), chains, everything)
     sections = (Section(chains[0][:5], slices),) if slices > 1 else ()
     under, held = search.floor(sections)
     assert under == (apply(trace, sections) if sections else trace)
@@ -307,8 +310,8 @@ def test_sections_fit_in_what_they_need() -> None:
     trace, chains = traced(flat)
     sections = (Section(chains[0][:5], 4),)
     needed = floor_of(trace, sections)
-    search = Sectioning(trace, gpu(), PLENTY, chains, everything)
+    search = Sectioning(trace, Least(gpu(), PLENTY), chains, everything)
     assert search.fits(sections, needed)
     assert not search.fits(sections, needed - 1)
     assert search.allows(sections)
-    assert not Sectioning(trace, gpu(), PLENTY, chains, lambda _: False).allows(sections)
+    assert not Sectioning(trace, Least(gpu(), PLENTY), chains, lambda _: False).allows(sections)

@@ -16,6 +16,7 @@ from belady.measure.batch import static_trace_with_batch
 from belady.measure.held import trained_bytes, with_state
 from belady.measure.stages import Policy
 from belady.planners import smallest_budget
+from belady.planners.least import Least
 from belady.planners.sectioning import over_budget
 from belady.planners.workspace import with_workspaces
 from belady.sections import candidate, choice, searching
@@ -126,7 +127,7 @@ def test_room_for_workspaces_is_what_an_optimizer_leaves(monkeypatch: pytest.Mon
     monkeypatch.setattr(searching, "workspace_share", lambda *_: 1.0)
     model = deep()
     trace = static_trace_with_batch(model, CALL, CPU)
-    least = over_budget(with_workspaces(trace, 1.0), gpu(), Budget(0))
+    least = over_budget(with_workspaces(trace, 1.0), Least(gpu(), Budget(0)))
     enough = least + trained_bytes(trace)
     for nbytes, lacks in ((least, True), (enough - 1, True), (enough, False)):
         parts = Cutting(Policy("auto", Budget(nbytes)), gpu(), CPU)
@@ -142,13 +143,13 @@ def test_slices_leave_room_for_what_an_optimizer_is_going_to_keep(
     trace = static_trace_with_batch(model, CALL, CPU)
     state = trained_bytes(trace)
     asking = with_workspaces(trace, 1.0)
-    nbytes = over_budget(asking, gpu(), Budget(0)) + int(0.9 * state)
+    nbytes = over_budget(asking, Least(gpu(), Budget(0))) + int(0.9 * state)
     assert state > 0.25 * nbytes  # more than what slices leave anyway
     parts = Cutting(Policy("auto", Budget(nbytes)), gpu(), CPU)
     parts.make_room(KEY, model, CALL, trace)
     assert model in parts
     sections = parts._known[model][KEY].sections
-    assert over_budget(apply(asking, sections), gpu(), Budget(nbytes - state)) <= 0
+    assert over_budget(apply(asking, sections), Least(gpu(), Budget(nbytes - state))) <= 0
 
 
 def test_for_workspaces_alone_a_call_is_cut_into_few_slices(

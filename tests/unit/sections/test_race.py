@@ -17,6 +17,7 @@ import belady
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.plan import Budget, Section
 from belady.measure.stages import Policy
+from belady.planners.least import Least
 from belady.planners.places import Sections
 from belady.planners.sectioning import Sectioning
 from belady.sections import choice, race, searching, timing
@@ -32,6 +33,7 @@ CPU = torch.device("cpu")
 KEY = (0,)
 SAMPLES = 32
 PLENTY = 1 << 40
+LEAST = Least(gpu(), Budget(PLENTY))
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def raced(
     whole: bool = False,
 ) -> Race:
     call = called(net)
-    search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), may)
+    search = Sectioning(call.trace, LEAST, chains(net), may)
     clock = Timing(CPU, last, {} if known is None else known, limit)
     return Race(call, search, clock, gpu(), whole)
 
@@ -116,7 +118,7 @@ def test_nothing_is_timed_or_looked_for_twice(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Race, "_seconds", noted)
     monkeypatch.setattr(Sectioning, "within", also_noted)
     net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
-    search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    search = Sectioning(called(net).trace, LEAST, chains(net), lambda _: True)
     machine = replace(gpu(), allocator=Allocator(1, 0.2, 0))
     budget = Budget(int(1.1 * search._needed(())[0]))
     assert Cutting(Policy("auto", budget), machine, CPU).cut(KEY, net, call)
@@ -396,7 +398,7 @@ def test_no_room_is_taken_that_was_seen_to_be_missing(
     # What runs whole is fastest by far.
     Trials({SAMPLES: 0.01}, monkeypatch)
     net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
-    search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    search = Sectioning(called(net).trace, LEAST, chains(net), lambda _: True)
     budget = int(part * search._needed(())[0])
     for over in (0.05, 0.2):
         parts = Cutting(Policy("auto", Budget(budget)), gpu(), CPU)
@@ -452,7 +454,7 @@ def test_a_weight_that_a_hook_makes_is_not_tried() -> None:
 
 def race_of(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Race | None:
     monkeypatch.setattr(searching, "workspace_share", lambda *_: 3.15)
-    return Searching(gpu(), Budget(PLENTY), CPU).race(called(net), whole=False)
+    return Searching(LEAST, CPU).race(called(net), whole=False)
 
 
 def test_a_weight_that_is_made_anew_is_not_even_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +494,7 @@ def test_trials_on_a_device_leave_its_memory_and_its_limit(
     call = Candidate.of(net, ((torch.rand(SAMPLES, 3, 128, 128, device=device),), {}), device)
     assert call is not None
     known: dict[Hashable, float] = {}
-    search = Sectioning(call.trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    search = Sectioning(call.trace, LEAST, chains(net), lambda _: True)
     before = torch.cuda.memory_allocated(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device)
     room = 4 * max(search.floor(())[1])
@@ -562,7 +564,7 @@ def test_choices_are_raced_only_without_tensor_cores(
     monkeypatch.setattr(searching, "workspace_share", lambda *_: share)
     trials = Trials({2: 0.5, 1: 0.1}, monkeypatch)
     net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
-    whole = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    whole = Sectioning(called(net).trace, LEAST, chains(net), lambda _: True)
     parts = Cutting(Policy("auto", Budget(int(0.9 * whole._needed(())[0]))), gpu(), CPU)
     assert parts.cut(KEY, net, call)
     assert bool(trials.asked) == (share > 1.0)
@@ -578,7 +580,7 @@ def test_what_fits_but_for_workspaces_runs_whole_where_that_is_faster(
     monkeypatch.setattr(choice, "_FEW", 1)
     trials = Trials({samples: 0.1}, monkeypatch)
     net, call = model(), ((torch.rand(SAMPLES, 3, 32, 32),), {})
-    search = Sectioning(called(net).trace, gpu(), Budget(PLENTY), chains(net), lambda _: True)
+    search = Sectioning(called(net).trace, LEAST, chains(net), lambda _: True)
     budget, allocator = int(1.26 * search._needed(())[0]), Allocator(1, 0.05, 0)
     parts = Cutting(Policy("auto", Budget(budget)), replace(gpu(), allocator=allocator), CPU)
     assert parts.cut_for_workspaces(KEY, net, call) == cuts
@@ -597,5 +599,5 @@ def test_without_convolutions_sections_are_looked_for_once(
     net: nn.Sequential, searches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(searching, "workspace_share", lambda *_: 1.0)
-    found = Searching(gpu(), Budget(PLENTY), CPU).in_turn(called(net))
+    found = Searching(LEAST, CPU).in_turn(called(net))
     assert len(found) == searches

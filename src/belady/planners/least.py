@@ -1,0 +1,59 @@
+"""The least that a policy can do with, and which module asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from belady.errors import InfeasibleBudgetError
+from belady.ir.hardware import HardwareProfile
+from belady.ir.margin import needed
+from belady.ir.plan import Budget
+from belady.ir.trace import Trace
+from belady.planners import POLICIES
+from belady.planners.floor import held_by_floor
+from belady.planners.ocdnn import MANAGING
+
+# Their papers say what moves and when: their leanest plan holds more than the floor does.
+AS_TOLD = frozenset({"vdnn_all", "vdnn_conv", "vdnn_dyn", *MANAGING})
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What plans need at least: those of the floor, or of a policy that has none as lean.
+
+    Attributes
+    ----------
+    budget
+        Of it the bytes of host and disk.
+    """
+
+    hardware: HardwareProfile
+    budget: Budget
+    policy: str = "floor"
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether that is what the floor needs."""
+        return self.policy == "floor"
+
+    def needed(self, trace: Trace) -> tuple[int, str]:
+        """Bytes of the smallest budget, and the module of the op that needs most."""
+        if self.is_floor:
+            held = self.held_by_floor(trace)
+            nbytes, at = needed(trace, self.hardware.allocator, held)
+            return nbytes, trace.ops[at].module if held else ""
+        try:
+            POLICIES[self.policy](trace, self.hardware, replace(self.budget, device_bytes=0))
+        except InfeasibleBudgetError as error:
+            return error.smallest_bytes, error.module
+        return 0, ""
+
+    def held_by_floor(self, trace: Trace) -> Sequence[int]:
+        """Bytes that the floor holds during each op."""
+        return held_by_floor(trace, self.hardware, self.budget)
+
+
+def least_of(policy: str, hardware: HardwareProfile, budget: Budget) -> Least:
+    """What plans of a policy need at least."""
+    return Least(hardware, budget, policy if policy in AS_TOLD else "floor")
