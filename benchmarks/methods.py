@@ -14,7 +14,6 @@ import torch
 
 import belady
 from belady.errors import InfeasibleBudgetError
-from belady.graph.told import NOTE
 from belady.ir.plan import Budget
 from belady.ir.run import Run
 from belady.ir.timeline import Measured
@@ -278,12 +277,12 @@ def _of_measured(run: Run, policy: str) -> Record:
         "verified_seconds": list(measured.iterations),
         "host_bytes": measured.peak(Tier.HOST),
         "disk_bytes": measured.peak(Tier.DISK),
-        "stall_seconds": measured.stall_seconds,
+        "stall_seconds": None if measured.launched else measured.stall_seconds,
         "moved": [[m.lane, m.nbytes, m.copies] for m in measured.moved],
         "defaults": list(measured.defaults),
         "lanes": lane_rates(run, measured.spans),
     }
-    if any(note.startswith(NOTE) for note in run.notes):
+    if measured.launched:
         # Launches take nothing from torch's allocator: it counted them when they were captured.
         record["peak_allocated_bytes"] = measured.peak(Tier.DEVICE)
         record["peak_source"] = "torch's allocator while it was captured"

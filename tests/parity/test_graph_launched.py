@@ -36,6 +36,8 @@ from belady.measure.trial import Trial
 from belady.measure.unissued import Ask
 from belady.measure.verification import Verification
 from belady.memory.launches import Launches
+from belady.report import facts
+from belady.report.text import describe
 from belady.simulate import simulate
 from belady.simulate.holes import Holes, divisions
 from belady.simulate.reassigned import reassigned
@@ -825,6 +827,9 @@ def test_events_are_recorded_whenever_they_are_asked_for(
     assert run is not None
     assert run.measured is not None
     assert run.measured.spans
+    # Waits are those of what was recorded, which no launch is.
+    assert facts.waited(run) is None
+    assert "issued op by op" in describe(run)
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:

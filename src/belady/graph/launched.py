@@ -168,7 +168,7 @@ class Launched:
         """
         device = max(found.peak(Tier.DEVICE), self.launches.peak_bytes)
         peaks = TierPeak(Tier.DEVICE, device), TierPeak(Tier.HOST, self._carrier.host_bytes)
-        return replace(found, peaks=peaks, moved=self._moved)
+        return replace(found, level=0, launched=True, peaks=peaks, moved=self._moved)
 
     def _capture(self) -> None:
         fresh: list[list[Any]] = []

@@ -165,6 +165,9 @@ class Measured:
         Medians of what FORWARD took, BACKWARD and OPTIMIZER; empty where nobody could tell them
         apart. What lies between forward and backward, such as a loss, counts to BACKWARD, and to
         FORWARD where graphs were captured.
+    launched
+        Whether they were launched as they were captured: nobody sees them wait then, and
+        ``stall_seconds`` is 0. What was recorded was issued all the same.
     """
 
     level: int
@@ -183,6 +186,7 @@ class Measured:
     recorded: int = 0
     recorded_seconds: float = 0.0
     phases: tuple[Took, ...] = ()
+    launched: bool = False
     version: int = field(default=1, metadata={"const": 1})
 
     def peak(self, tier: Tier) -> int:

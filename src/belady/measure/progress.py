@@ -130,8 +130,7 @@ class Progress:
         """How much of the next iteration is measured: 0 time, 1 peaks and bytes too, 2 events."""
         if self.stage is not Stage.STEADY:
             return 1
-        moves = self.trial is not None and not self.trial.plan.moves_nothing
-        return 2 if (recording or self.unrest.record) and moves else 0
+        return 2 if self.trial is not None and (recording or self.unrest.record) else 0
 
     def seen(self, *, alike: bool, usable: bool = True) -> bool:
         """Count an iteration that was observed; whether it is time to plan.

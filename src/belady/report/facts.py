@@ -74,7 +74,9 @@ def subject(run: Run) -> str:
 
 def waited(run: Run) -> float | None:
     """Seconds that compute was measured to wait for copies; None where that was not measured."""
-    return run.measured.stall_seconds if run.measured and run.measured.level else None
+    measured = run.measured
+    seen = measured is not None and measured.level > 0 and not measured.launched
+    return measured.stall_seconds if measured is not None and seen else None
 
 
 def overhead(run: Run, seconds: float, stall_seconds: float) -> str:
@@ -98,12 +100,7 @@ def measurement(run: Run) -> list[str]:
         + (f"{which}, of {times}." if which else f"of {times}."),
     ]
     if recording(run):
-        waited_s = sum(stall.seconds for stall in measured.stalls)
-        lines.append(
-            f"{recording(run)} was recorded event by event: {format_seconds(waited_s)} of "
-            f"{format_seconds(measured.recorded_seconds)} waiting for copies. Lanes and causes of "
-            "waits are of that one; time and stall are medians of the verified ones."
-        )
+        lines.append(_recorded(run, measured))
     if run.trace.device == "cpu":
         # Beside graphs, ops are seen by nobody: capturing and watching every op exclude each other.
         of = ", of captured graphs alone" if run.trace.source is Source.GRAPH else ""
@@ -111,6 +108,18 @@ def measurement(run: Run) -> list[str]:
             f"The device peak of a CPU was counted op by op in the iteration before those{of}."
         )
     return lines
+
+
+def _recorded(run: Run, measured: Measured) -> str:
+    waited_s = sum(stall.seconds for stall in measured.stalls)
+    said = (
+        f"{recording(run)} was recorded event by event: {format_seconds(waited_s)} of "
+        f"{format_seconds(measured.recorded_seconds)} waiting for copies. Lanes and causes of "
+        "waits are of that one; "
+    )
+    if measured.launched:
+        return said + "it was issued op by op, as nobody sees what a launch waits for."
+    return said + "time and stall are medians of the verified ones."
 
 
 def recording(run: Run) -> str:

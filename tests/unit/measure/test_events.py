@@ -24,14 +24,16 @@ Hole = tuple[float, float]
 NOTHING = Measured(1, 1.0, (1.0,), ())
 
 
-def trained(device: str, *, recorded: bool, iterations: int = 9) -> tuple[Run, list[float]]:
+def trained(
+    device: str, *, recorded: bool, iterations: int = 9, policy: str = "floor"
+) -> tuple[Run, list[float]]:
     torch.manual_seed(0)
     layers = [(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)]
     model = torch.nn.Sequential(*(part for pair in layers for part in pair)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(1024, 256, device=device)
     losses = []
-    with belady.virtualize(model, "1GiB", policy="floor") as vm:
+    with belady.virtualize(model, "1GiB", policy=policy) as vm:
         if recorded:
             vm.record()
         for _ in range(iterations):
@@ -64,6 +66,16 @@ def test_every_byte_that_moved_is_a_span(device: str) -> None:
         values = [run.trace.values[span.value] for span in spans if span.lane is lane]
         assert sum(sizes[value.storage] for value in values) == nbytes
     assert {span.value for span in spans} == set(run.plan.decisions)
+
+
+def test_what_moves_nothing_is_recorded_too(device: str) -> None:
+    run, _ = trained(device, recorded=True, policy="baseline")
+    measured = run.measured
+    assert run.plan.moves_nothing
+    assert measured is not None
+    assert measured.level == 2
+    assert {span.lane for span in measured.spans} == {Lane.COMPUTE, Lane.HOST}
+    assert measured.stalls == ()
 
 
 def test_spans_of_compute_follow_one_another_and_leave_room_for_stalls(device: str) -> None:
