@@ -34,7 +34,10 @@ def table(found: Iterable[Record]) -> str:
 
 
 def _lines(cases: dict[tuple[str, str], list[Record]]) -> Iterable[str]:
-    """Rows of one network; network-wide is what the first plan that runs no slices says."""
+    """Rows of one network; network-wide is the most that a plan that runs no slices says.
+
+    Those for less memory ask for less workspace.
+    """
     every = [record for records in cases.values() for record in records]
     whole = [it["network_wide"] for it in every if "network_wide" in it and not it["numerics"]]
     rows = {name: Row(tuple(records)) for name, records in cases.items()}
@@ -43,7 +46,8 @@ def _lines(cases: dict[tuple[str, str], list[Record]]) -> Iterable[str]:
         if row.first["outcome"] != "ok":
             cells = [row.first["outcome"]] + [""] * 6
         else:
-            cells = [*_memory(row, whole[0] if whole else None), _time(row, plain)]
+            wide = max(whole, key=lambda it: sum(it.values()), default=None)
+            cells = [*_memory(row, wide), _time(row, plain)]
         yield f"| {' | '.join([*_name(row.first), *cells])} |\n"
 
 

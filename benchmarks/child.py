@@ -25,6 +25,7 @@ from importlib import import_module
 import torch
 
 import belady
+from belady.errors import MissingExtraError
 from belady.ir.hardware import Allocator
 from belady.ir.plan import Budget
 from belady.ir.run import Run
@@ -196,7 +197,10 @@ class _Bench:
         run = self._observed()
         cap = self._cap()
         begun = time.perf_counter()
-        found = bounded(run, Budget(2**62 if cap is None else cap))
+        try:
+            found = bounded(run, Budget(2**62 if cap is None else cap))
+        except MissingExtraError as error:
+            raise AbsentError(str(error)) from error
         return {
             "budget_bytes": cap,
             "bound_seconds": found.seconds if found.feasible else None,

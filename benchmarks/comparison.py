@@ -23,9 +23,11 @@ LEGEND = (
     "Below, ours is judged within what each peer needs, beside peers that run the same kernels: "
     "eager mode's, or\nInductor's. Times are waited for, and a verdict says what holds in a row "
     f"where that differs by {NOTABLE:.0%} of the\npeer's time or more. Where the allocator "
-    "flushed its cache, a method did not pass the cap and counts in no verdict.\nThe bound is what "
-    "no plan behind hooks can beat in that cap, of what runs in no slices, even if nothing were\n"
-    "lost between blocks; those of a few caps can be of another run than others.\n"
+    "flushed its cache, a method did not pass the cap and counts in no verdict.\nWhat ran without "
+    "a cap is not judged, as its cache idles in part. The bound is what no plan behind hooks can "
+    "beat in that cap, of\nwhat runs in no slices, even if nothing were lost between blocks. "
+    "Captured graphs and slices have that of their own trace.\nThose of a few caps can be of "
+    "another run than others.\n"
 )
 
 
@@ -96,7 +98,7 @@ def table(found: Sequence[Record]) -> str:
     ours = [row for row in ran if row.ours]
     lines = []
     for row in ran:
-        judged = "" if row.ours else verdict(row, ours, failed)
+        judged = "" if row.ours or not row.capped else verdict(row, ours, failed)
         lines.append(_line(row, _bound(row, bounds.get(row.bounded_by, {})), judged))
     lines += [_failed(record) for row in failed for record in row.failed]
     return _HEAD + "".join(lines)

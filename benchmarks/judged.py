@@ -68,6 +68,11 @@ class Row:
         return flushes(self.records)
 
     @property
+    def capped(self) -> bool:
+        """Whether it had to do with less than there was."""
+        return self.first.get("budget") not in (None, "none")
+
+    @property
     def cap_bytes(self) -> int:
         """The cap, or what was reserved where there was none."""
         first = self.first

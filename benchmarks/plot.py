@@ -1,8 +1,9 @@
 """Verb ``plot``: the frontier of records as a figure.
 
 Each method that was measured is a line; a point is the time of an iteration over the bytes that
-torch reserved at the peak (on a CPU: live bytes), hollow where the allocator flushed its cache. The
-bound is over the budget.
+torch reserved at the peak (on a CPU: live bytes), hollow where the allocator flushed its cache.
+What ran without a cap is at what it allocated, as what it reserved idles in part. The bound is over
+the budget.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def points(found: Iterable[Record]) -> list[Point]:
         if method == BOUND:
             continue
         kind = Kind.OURS if method.startswith(OWN) else Kind.PEER
-        held = max(r.get("peak_reserved_bytes", r["peak_allocated_bytes"]) for r in same)
+        held = max(map(_held, same))
         seconds = median(r["median_seconds"] for r in same)
         sliced = any("sections" in r.get("numerics", ()) for r in same)
         name = f"{method}{_SLICED}" if sliced else method
@@ -105,6 +106,12 @@ def points(found: Iterable[Record]) -> list[Point]:
             made.append(Point(_BOUND, at, math.inf if seconds is None else seconds, Kind.BOUND))
     kinds = list(Kind)
     return sorted(made, key=lambda it: (kinds.index(it.kind), LOOKS.get(it.series, len(LOOKS))))
+
+
+def _held(record: Record) -> int:
+    allocated = int(record["peak_allocated_bytes"])
+    capped = record.get("budget") not in (None, "none")
+    return int(record.get("peak_reserved_bytes", allocated)) if capped else allocated
 
 
 def described(drawn: Iterable[Point]) -> str:

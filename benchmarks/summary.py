@@ -48,6 +48,11 @@ class _Beside(NamedTuple):
         """Whether ours is, by more than runs of one case differ."""
         return self.ratio < 1 - SAME
 
+    @property
+    def is_slower(self) -> bool:
+        """Likewise."""
+        return self.ours is not None and self.ratio > 1 + SAME
+
 
 def tables(found: Iterable[Record]) -> str:
     """Markdown: a table for each kind of kernels, a row for each workload on each machine."""
@@ -106,13 +111,14 @@ def _cell(it: _Beside | None) -> str:
         return ""
     cap, theirs = f"in {it.peer.cap_bytes / 2**30:.2f}", f"{it.peer.seconds * 1e3:.0f}"
     ours = it.otherwise if it.ours is None else f"{it.ours.seconds * 1e3:.0f}"
-    return f"{theirs} → {f'**{ours}**' if it.is_faster else ours} {cap}"
+    slower = " (slower)" if it.is_slower else ""
+    return f"{theirs} → {f'**{ours}**' if it.is_faster else ours}{slower} {cap}"
 
 
 def _said(pairs: Sequence[_Beside]) -> str:
     """Of how many peers' caps ours is faster in, as one sentence."""
     judged = [it for it in pairs if it.ours is not None]
-    faster, slower = sum(it.is_faster for it in judged), sum(it.ratio > 1 + SAME for it in judged)
+    faster, slower = sum(it.is_faster for it in judged), sum(it.is_slower for it in judged)
     others = Counter(it.otherwise for it in pairs if it.ours is None)
     told = ", ".join(f"`{word}` in {count} more" for word, count in sorted(others.items()))
     said = f"Ours is faster in {faster} of {len(judged)} caps and slower in {slower}"

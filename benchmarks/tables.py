@@ -25,6 +25,9 @@ _GROUPS = {
     "founders": "vDNN's policies, each under a hard cap of its predicted peak plus margin",
     "ocdnn": "OC-DNN's policy in core, at 1/1.1, 1/2 and 1/4 of plain's peak, beside ours",
     "shares": "The default policy at shares of plain's peak, and within 12 GiB",
+    "plain": "Plain, other precisions",
+    "oracle": "What torch's own switches change for plain: the layout, and whether cuDNN times its "
+    "algorithms",
 }
 
 
@@ -230,7 +233,9 @@ def _table(found: Iterable[Record]) -> str:
 
 def _row(record: Record) -> list[str]:
     cap = record.get("budget_bytes")
-    name = record["workload"]
+    layout = ", channels_last" if record.get("channels_last") else ""
+    untimed = "" if record.get("cudnn_benchmark", True) else ", cuDNN untimed"
+    name = f"{record['workload']}{layout}{untimed}"
     if record["outcome"] != "ok":
         return [name, record.get("precision", ""), record["method"], _gib(cap), record["outcome"],
                 "", "", "", "", "", comparison.measured([record])]  # fmt: skip

@@ -29,7 +29,7 @@ def cells(found: list[dict[str, Any]]) -> list[str]:
             [record("belady:auto", 4, 0.08), record("belady-graph:auto", 5, 0.07)],
             "100 → **70** in 5.00",
         ),
-        ([record("belady:auto", 4, 0.12)], "100 → 120 in 5.00"),
+        ([record("belady:auto", 4, 0.12)], "100 → 120 (slower) in 5.00"),
         ([record("belady:auto", 4, 0.0995)], "100 → 100 in 5.00"),
         ([record("belady:auto", 4, 0.05, allocation_retries=3)], "100 → flushes in 5.00"),
         ([record("belady:auto", 6, 0.05)], "100 → ? in 5.00"),
@@ -56,7 +56,7 @@ def test_kernels_have_tables_of_their_own() -> None:
     (one, other) = tables([*eager, *fused]).split("\n\n**Inductor")
     assert "faster in 1 of 1 caps and slower in 0." in one
     assert "faster in 0 of 1 caps and slower in 1." in other
-    assert "| 60 → 70 in 5.00 |" in other
+    assert "| 60 → 70 (slower) in 5.00 |" in other
 
 
 def test_what_is_not_judged_is_counted_apart() -> None:
