@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,38 @@ _PIECES, _PAGES = 1.1, 2
 
 
 def fixed_bytes(kind: Kind) -> int:
-    """Of copies of what forward is given, which stay."""
+    """Of copies of what forward is given, which stay; what lies still is not copied."""
+    stays = still(kind)
+    return bytes_of(node for place, node in _passing(kind).items() if place not in stays)
+
+
+def look(kind: Kind, args: Sequence[Any]) -> None:
+    """An iteration under a plan is given these: note where what does not last lies."""
+    if kind.force is not None:
+        before = kind.prospect.lies
+        lies = {it: _address(args[it]) for it in before or _passing(kind)}
+        kind.prospect.lies = {it: at if before.get(it, at) == at else 0 for it, at in lies.items()}
+
+
+def still(kind: Kind) -> set[int]:
+    """Places of inputs that do not last and lay where they lie in all iterations under plans.
+
+    A batch that a program copies to the same tensor each time is such a one.
+    """
+    return {place for place, at in kind.prospect.lies.items() if at}
+
+
+def _passing(kind: Kind) -> dict[int, fx.Node]:
+    """Inputs of forward that are neither parameters nor buffers, by place."""
     if kind.force is None:
-        return 0
+        return {}
     part = kind.force.drawn.parts[0]
     pairs = zip(part.joint.primals, part.inputs, strict=True)
-    copied = [node for node, name in pairs if name not in part.kinds]
-    return bytes_of(copied)
+    return {it: node for it, (node, name) in enumerate(pairs) if name not in part.kinds}
+
+
+def _address(arg: Any) -> int:
+    return arg.data_ptr() if isinstance(arg, torch.Tensor) else 0
 
 
 def between_bytes(kind: Kind, *, lends: bool) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ class Attempt:
         What the pool of the last capture that had room began with.
     packing
         Of the blocks that come and go; then they are placed in no other way.
+    still
+        Places of inputs that do not last and are read where they lie.
     """
 
     force: Force
@@ -71,6 +73,7 @@ class Attempt:
     room_bytes: int
     first: Holes | None = None
     packing: Packing | None = None
+    still: Set[int] = frozenset()
 
     def captured(self) -> tuple[Launched | None, int]:
         """What was captured; or None, and the bytes that were lacking: 0 where more would not do.
@@ -118,7 +121,8 @@ class Attempt:
         launched, lacking = None, 0
         try:
             carrier = self.carrier.fixed(sent(trace, plan))
-            launched = Launched(self.force, launches, carrier, self.lasting, self.args)
+            given = self.lasting, self.args, self.still
+            launched = Launched(self.force, launches, carrier, *given)
         except (RuntimeError, TierFullError) as error:
             _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
             if isinstance(error, torch.OutOfMemoryError):

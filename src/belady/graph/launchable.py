@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -79,8 +79,14 @@ def storage_of(value: Any) -> int:
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else -1
 
 
+def lasting_of(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """Names (``_cdata``) of the storages of parameters and buffers."""
+    each = ((*module.parameters(), *module.buffers()) for module in modules)
+    return {storage_of(it) for tensors in each for it in tensors}
+
+
 def is_copied(arg: Any, lasting: set[int]) -> bool:
-    """Whether an input is copied to where a capture has it: its storage is none of ``lasting``."""
+    """Whether an input does not last: it is copied to where a capture has it, or lies still."""
     return isinstance(arg, torch.Tensor) and storage_of(arg) not in lasting
 
 

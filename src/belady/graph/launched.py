@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,11 +37,11 @@ class _Owed:
 class Launched:
     """A program as it was captured: what it reads and writes lies where it lay then.
 
-    Inputs that last are read where they are. All others, and the gradients that backward is given,
-    are copied to where they were when it was captured, the latter to memory that is free until
-    then. Results are copied to memory of their own, as programs keep them longer than it takes to
-    the next launch. Gradients are handed out where they lie: only when all of them are gone may
-    forward be launched again.
+    Inputs that last, or lie still, are read where they are. All others, and the gradients that
+    backward is given, are copied to where they were when it was captured, the latter to memory that
+    is free until then. Results are copied to memory of their own, as programs keep them longer than
+    it takes to the next launch. Gradients are handed out where they lie: only when all of them are
+    gone may forward be launched again.
 
     Parameters
     ----------
@@ -53,6 +53,8 @@ class Launched:
         Names (``_cdata``) of the storages that outlive iterations: parameters and buffers.
     args
         Of the call for which it is captured.
+    still
+        Places of those that do not last and are read where they lie all the same.
 
     Attributes
     ----------
@@ -67,6 +69,7 @@ class Launched:
         carrier: FixedCarrier,
         lasting: set[int],
         args: Sequence[Any],
+        still: Set[int] = frozenset(),
     ) -> None:
         (self._program,) = force.programs
         self.launches, self._carrier = launches, carrier
@@ -77,21 +80,23 @@ class Launched:
         self._settings = settings()
         self._owed: weakref.ref[_Owed] | None = None
         self._given = [*args]
-        self._copied = [n for n, arg in enumerate(args) if is_copied(arg, lasting)]
-        for number in self._copied:
-            self._given[number] = copied(args[number])
-        self._read = [n for n, arg in enumerate(args) if storage_of(arg) in lasting]
+        passing = [n for n, arg in enumerate(args) if is_copied(arg, lasting)]
+        self._copied, self._still = [n for n in passing if n not in still], sorted(still)
+        for number in passing:
+            # Of what lies still nobody is to find the bytes taken who puts the next one there.
+            own = launches.seen if number in still else copied
+            self._given[number] = own(args[number])
+        self._read = [n for n, arg in enumerate(args) if storage_of(arg) in lasting] + self._still
         self._addresses = [args[number].data_ptr() for number in self._read]
         self._told = [(n, arg) for n, arg in enumerate(args) if not isinstance(arg, torch.Tensor)]
         self._wanted = [fake_value(node) for node in forward.joint.tangents]
-        self._tangents: list[torch.Tensor] = []
-        self._closed = False
+        self._tangents, self._closed = list[torch.Tensor](), False
         self._launch_forward = self._launch_backward = _gone
         self._filling: Filling | None = None
-        self._results: list[Any] = []
-        self._saved: list[Any] = []
+        self._results, self._saved = list[Any](), list[Any]()
         self._checked: list[Checked] = []
-        self._lasting: list[torch.Tensor] = []
+        # Until backward: inputs that are read, and the bytes of those that do not last.
+        self._lasting, self._held = list[torch.Tensor](), list[torch.Tensor]()
         self._gradients: list[Any] = []
         try:
             self._capture()
@@ -147,7 +152,7 @@ class Launched:
         self._launch_forward = self._launch_backward = _gone
         for held in (self._given, self._tangents, self._results, self._saved, self._gradients):
             held.clear()
-        self._lasting.clear()
+        self._lasting, self._held = [], []
         self._places.clear()
         self._carrier.close()
 
@@ -242,6 +247,7 @@ class Launched:
             targets = [self._given[number] for number in self._copied]
             torch._foreach_copy_(targets, [args[number] for number in self._copied])
         self._lasting = [args[number] for number in self._read]
+        self._held = [args[number].detach() for number in self._still]
         self._launch_forward()
         results = [copied(it) if isinstance(it, torch.Tensor) else it for it in self._results]
         checked = [it.among(args, results) for it in self._checked]
@@ -261,7 +267,7 @@ class Launched:
             self.launches.follow()
             torch._foreach_copy_(self._tangents, args)
         args.clear()
-        self._lasting.clear()
+        self._lasting, self._held = [], []
         self._launch_backward()
         # A tensor that stands for two gradients stays one.
         handed = {id(it): it.detach() for it in self._gradients if isinstance(it, torch.Tensor)}

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from belady.graph.beside import between_bytes, bytes_of, stepping_bytes
+from belady.graph.beside import between_bytes, bytes_of, look, stepping_bytes, still
 from belady.graph.captured import Captured
 from belady.graph.capturing import Attempt
 from belady.graph.iteration import Iteration
 from belady.graph.kinds import Kind
-from belady.graph.launchable import is_one_of_several, packs, storage_of, why_not
+from belady.graph.launchable import is_one_of_several, lasting_of, packs, why_not
 from belady.graph.launched import Launched
 from belady.graph.listening import Listening
 from belady.graph.placing import Places
@@ -138,6 +138,7 @@ class Launching:
     def _first(self, iteration: Iteration, args: Sequence[Any]) -> Launched | None:
         """What the first call of an iteration is launched as; None where it is issued."""
         kind = iteration.kind
+        look(kind, args)
         if iteration.sample.tape is not None:
             self.rest()
         if kind.prospect.way is Way.ISSUED or kind.stage is not Stage.STEADY:
@@ -245,11 +246,7 @@ class Launching:
 
     def _captured(self, kind: Kind, graph: Captured, args: Sequence[Any]) -> Launched | None:
         """The parts of an iteration as launches, where there is room for what else is needed."""
-        lasting = {
-            storage_of(it)
-            for module in self._modules
-            for it in (*module.parameters(), *module.buffers())
-        }
+        lasting = lasting_of(self._modules)
         force, joint = kind.force, graph.joint
         assert force is not None
         assert joint is not None
@@ -265,7 +262,7 @@ class Launching:
             # They have not been zeroed yet, and so will need other memory in each iteration.
             room -= bytes_of(joint.backward_outputs)
         prospect = kind.prospect
-        known = prospect.events, room, prospect.holes, prospect.packing
+        known = prospect.events, room, prospect.holes, prospect.packing, still(kind)
         attempt = Attempt(force, self._carrier, lasting, args, *known)
         if (launched := self._attempted(attempt, prospect)) is None:
             self._issue_again(kind)

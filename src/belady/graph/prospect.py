@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from belady.graph.parts import Drawn
@@ -57,6 +57,9 @@ class Prospect:
         it is not launched.
     rehearsed
         Whether the kernels of the plan have run.
+    lies
+        Where inputs that do not last have lain in all iterations under plans, by place; 0 where
+        that was not always the same.
     """
 
     way: Way = Way.ISSUED
@@ -76,6 +79,7 @@ class Prospect:
     packing: Packing | None = None
     tight: bool = False
     rehearsed: bool = False
+    lies: dict[int, int] = field(default_factory=dict)
 
     @property
     def open(self) -> bool:

@@ -42,7 +42,7 @@ class Capturing(Protocol):
         ...
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor that a capture gave, without holding them."""
+        """The bytes of a tensor that a capture gave, or reads, without holding them."""
         ...
 
     def follow(self) -> None:

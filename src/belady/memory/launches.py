@@ -169,10 +169,10 @@ class Launches:
             raise
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of ``tensor``, of the pool, without holding them: others may be given them.
+        """The bytes of ``tensor``, without holding them: others may be given them.
 
-        To be used while this object lives, and in between launches that have not yet, or no
-        longer, given them to others.
+        Of one of the pool to be used while this object lives, and in between launches that have not
+        yet, or no longer, given them to others; of any other while whoever it belongs to holds it.
         """
         storage = tensor.untyped_storage()
         bytes_ = torch._C._construct_storage_from_data_pointer(
