@@ -22,10 +22,7 @@ def digest_of(work: Workload, method: str = "plain", steps: int = 2) -> str:
         return digest(session, steps)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["alexnet", "overfeat", "googlenet", "resnet50", "vgg19", "vit", "gpt2", "llama", "lstm"],
-)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_a_seed_repeats(name: str) -> None:
     assert digest_of(toy(name)) == digest_of(toy(name))
 

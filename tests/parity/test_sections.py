@@ -8,15 +8,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from belady.ir.plan import Section
+from belady.ir.plan import Encode, Offload, Recompute, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Tier
 from belady.planners import plan
 from belady.sections.wrap import wrap
+from tests.parity import racing
+from tests.parity.racing import hostile_carrier, observed, random_plan
 from tests.parity.test_models import ITERATIONS, expected, train, train_at_the_floor
 from tests.support import training as steps
 from tests.support.models import CLASSES, CNN, Task
-from tests.support.training import Interruption, Step, Training, at_tight_budget, plain
+from tests.support.training import (
+    Interruption,
+    Step,
+    Training,
+    at_tight_budget,
+    differences,
+    plain,
+)
 
 SECTIONS = (
     Section(("layers.0",), 3),
@@ -84,6 +93,20 @@ def test_the_engine_changes_no_bit_of_sections(policy: str, task: Task, device: 
 )
 def test_habit_of_training_changes_no_bit_of_sections(step: Step, device: str) -> None:
     train_at_the_floor(CUT, step, device)
+
+
+@pytest.mark.parametrize("task", [CUT, WITHOUT_NORM], ids=str)
+def test_slices_may_be_made_again_and_encoded(task: Task) -> None:
+    seen, kinds = observed(task, plain, "cpu"), set[type]()
+    wanted = Training(task).run(plain, range(2)).outcome()
+    for seed in range(4):
+        made = random_plan(seen.trace, "threads", seed)
+        kinds |= {type(it) for it in made.decisions.values()}
+        carrier = hostile_carrier("threads")
+        outcome, _ = racing.train(task, plain, made, seen, carrier)
+        assert differences(wanted, outcome) == []
+        carrier.close()
+    assert {Recompute, Encode, Offload} <= kinds
 
 
 def test_measured_peak_is_the_planned_peak_and_lower() -> None:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from belady.errors import SectionError
 from belady.sections.batchnorm import _sum, moments
 from belady.sections.wrap import wrap
-from tests.unit.sections.comparing import assert_alike, assert_same_in_sections, children, twins
+from tests.unit.sections.comparing import (
+    TOLERANCES,
+    assert_alike,
+    assert_same_in_sections,
+    children,
+    twins,
+)
 
 
 def block(**settings: Any) -> nn.Sequential:
@@ -38,7 +44,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_statistics_are_those_of_the_batch(settings: dict[str, Any], dtype: torch.dtype) -> None:
     for x in (images(), images().requires_grad_()):

@@ -18,6 +18,7 @@ from belady.ir.plan import Section
 from belady.sections.wrap import wrap
 from tests.support.training import footprint
 from tests.unit.sections.comparing import (
+    TOLERANCES,
     assert_alike,
     assert_same_in_sections,
     children,
@@ -71,7 +72,7 @@ def slices_of(model: nn.Module, x: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
     "sections",
     [
