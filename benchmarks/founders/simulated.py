@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-import torch
-
 import belady
 from belady.ir.plan import Budget, Keep, Plan
 from belady.ir.timeline import Timeline
@@ -21,6 +19,7 @@ from benchmarks.founders.claim import Net
 from benchmarks.founders.iterations import Iteration, Way
 from benchmarks.founders.machines import MACHINES
 from benchmarks.founders.traces import touched_bytes
+from benchmarks.provenance import provenance
 
 FOUNDERS = (
     *("vdnn_all", "vdnn_conv", "vdnn_dyn"),
@@ -73,12 +72,9 @@ def simulated(
     machine: str, net: Net, plans: Collection[Record], ilp_limit_s: float
 ) -> Iterator[Record]:
     """Records of the plans that `wanted` names; the integer program may take so long for each."""
-    base: Record = {
+    base: Record = provenance("cpu") | {
         "group": SIMULATED,
         "seed": 0,
-        "belady": belady.__version__,
-        "torch": torch.__version__,
-        "cuda": None,
         "device_name": f"simulated {MACHINES[machine].name}",
     }
     try:
