@@ -40,13 +40,13 @@ def _lines(cases: dict[tuple[str, str], list[Record]]) -> Iterable[str]:
     """
     every = [record for records in cases.values() for record in records]
     whole = [it["network_wide"] for it in every if "network_wide" in it and not it["numerics"]]
+    wide = max(whole, key=lambda it: sum(it.values()), default=None)
     rows = {name: Row(tuple(records)) for name, records in cases.items()}
     plain = rows.get(("plain", "none"))
     for row in rows.values():
         if row.first["outcome"] != "ok":
             cells = [row.first["outcome"]] + [""] * 6
         else:
-            wide = max(whole, key=lambda it: sum(it.values()), default=None)
             cells = [*_memory(row, wide), _time(row, plain)]
         yield f"| {' | '.join([*_name(row.first), *cells])} |\n"
 

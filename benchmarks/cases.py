@@ -164,3 +164,8 @@ def label(case: Case) -> str:
     sizes = "".join(f" {name}={value}" for name, value in case.sizes)
     layout = " channels_last" if case.channels_last else ""
     return f"{case.workload}{sizes} {case.precision}{layout} {case.method} {case.budget}"
+
+
+def capped(record: Record) -> bool:
+    """Whether it was to do with less than there is."""
+    return record.get("budget") not in (None, "none")

@@ -116,7 +116,7 @@ def _ok(row: Row) -> bool:
 def _bound(row: Row, known: Record) -> float | None:
     """Seconds of the bound; None in another cap, as where a peer's grew while it was measured.
 
-    Captured graphs have that of their own trace.
+    Captured graphs and slices have that of their own trace.
     """
     if "own_bound_seconds" in row.first:
         return float(row.first["own_bound_seconds"])

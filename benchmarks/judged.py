@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.cases import ENGINES, OURS, OWN, Record, flushes, kernels_of
+from benchmarks.cases import ENGINES, OURS, OWN, Record, capped, flushes, kernels_of
 
 # What is called the same: repeated runs of one case differ by about so much.
 SAME = 0.01
@@ -69,8 +69,8 @@ class Row:
 
     @property
     def capped(self) -> bool:
-        """Whether it had to do with less than there was."""
-        return self.first.get("budget") not in (None, "none")
+        """Whether it was to do with less than there is."""
+        return capped(self.first)
 
     @property
     def cap_bytes(self) -> int:

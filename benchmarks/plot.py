@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from belady.planners import POLICIES
 from benchmarks import comparison, options, records
-from benchmarks.cases import BOUND, OURS, OWN, Record, flushes
+from benchmarks.cases import BOUND, OURS, OWN, Record, capped, flushes
 from benchmarks.errors import GivenError
 from benchmarks.suites import PEER_NAMES
 
@@ -110,8 +110,7 @@ def points(found: Iterable[Record]) -> list[Point]:
 
 def _held(record: Record) -> int:
     allocated = int(record["peak_allocated_bytes"])
-    capped = record.get("budget") not in (None, "none")
-    return int(record.get("peak_reserved_bytes", allocated)) if capped else allocated
+    return int(record.get("peak_reserved_bytes", allocated)) if capped(record) else allocated
 
 
 def described(drawn: Iterable[Point]) -> str:

@@ -92,7 +92,7 @@ def _of(name: str, rows: Iterable[Row]) -> Iterator[Row]:
 
 def _plain(name: str, rows: Iterable[Row]) -> str:
     """Milliseconds of plain with these kernels, without a cap; nothing where that is not known."""
-    seconds = [row.seconds for row in _of(name, rows) if row.first.get("budget") in (None, "none")]
+    seconds = [row.seconds for row in _of(name, rows) if not row.capped]
     return f"{min(seconds) * 1e3:.0f}" if seconds else ""
 
 

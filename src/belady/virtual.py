@@ -195,7 +195,7 @@ class VirtualMemory:
         return None if run is None else replace(run, notes=(*run.notes, *self._notes))
 
     def record(self) -> None:
-        """Record the next steady iteration that moves anything, event by event.
+        """Record the next steady iteration, event by event.
 
         `run` then has the spans, stalls and bytes of it (level 2). Recording waits for the device
         once and takes some microseconds at every save and read of that one iteration.

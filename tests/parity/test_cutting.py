@@ -176,6 +176,17 @@ def test_a_budget_below_one_op_trains_in_slices(policy: str, task: Task) -> None
     assert run.plan.numerics == ("sections",)
 
 
+def test_a_refusal_with_slices_says_what_it_says_without() -> None:
+    budget = int(needed("ocdnn_opt", exact=True) * 0.3)
+    training = Training(WIDE)
+    vm = belady.virtualize(training.models, budget, policy="ocdnn_opt")
+    with vm, pytest.raises(InfeasibleBudgetError) as caught:
+        training.loss(0)
+    notes = "\n".join(caught.value.__notes__)
+    assert "modules in slices" in notes
+    assert "moves nothing here" in notes
+
+
 def test_what_was_cut_too_coarsely_trains_in_finer_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     observed = iter([2 * MIB])
     monkeypatch.setattr(cutting, "over_budget", lambda *_: next(observed, 0))

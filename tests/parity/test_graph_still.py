@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import belady
 from belady.errors import StaleValueError
@@ -15,6 +19,7 @@ from belady.graph import beside, launching
 from belady.graph.beside import still
 from belady.graph.kinds import Kind
 from belady.graph.launched import Launched
+from belady.graph.prospect import Prospect
 from tests.parity.test_graph_launched import CNN, FIRST, GPT, ITERATIONS, noted
 from tests.support.launches import Rerun, launching_on_a_cpu
 from tests.support.models import Task
@@ -40,11 +45,16 @@ class Buffers:
         x, y = self.taken.setdefault(self._which(index), batch)
         x.copy_(batch[0])
         y.copy_(batch[1])
-        loss = training.task.loss(training.model(x), y)
+        loss = self.loss(training, x, y)
         loss.backward()
         training.optimizer.step()
         training.optimizer.zero_grad()
+        # A launch reads it, and that is all.
+        assert torch.equal(x, batch[0])
         return [loss]
+
+    def loss(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
+        return training.task.loss(training.model(x), y)
 
 
 @pytest.fixture
@@ -67,8 +77,7 @@ def train(
     """Train and compare; what stood for graphs, and what was captured."""
     training = Training(task)
     made, captured = launching_on_a_cpu(monkeypatch, training.models), noted(monkeypatch)
-    for module in (beside, launching):
-        monkeypatch.setattr(module, "still", still)
+    monkeypatch.setattr(beside, "still", still)
     with belady.virtualize(training.models, "1GiB", policy=policy, engine="graph"):
         training.run(step, ITERATIONS)
     expected = Training(task).run(plain, ITERATIONS).outcome()
@@ -109,19 +118,124 @@ def test_what_is_changed_before_backward_is_an_error_as_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     training, step = Training(CNN), Buffers()
-    launching_on_a_cpu(monkeypatch, training.models)
-    captured = noted(monkeypatch)
-    for module in (beside, launching):
-        monkeypatch.setattr(module, "still", still)
+    made = launching_on_a_cpu(monkeypatch, training.models)
+    monkeypatch.setattr(beside, "still", still)
     with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
         training.run(step, ITERATIONS)
-        (launched,) = captured
-        assert launched._still
+        before = made[-1].launched
         x, y = step.taken[0]
-        loss = training.task.loss(training.model(x), y)
+        loss = step.loss(training, x, y)
+        assert made[-1].launched == before + 1
         x.add_(1)
         with pytest.raises(StaleValueError):
             loss.backward()
+
+
+class Twice(Buffers):
+    """Backward comes twice at last."""
+
+    def loss(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(training, x, y)
+        if len(training.losses) > 12:
+            loss.backward(retain_graph=True)
+        return loss
+
+
+class Looking(Buffers):
+    """What is read lies in the middle of another tensor, and is validated with in between."""
+
+    def loss(self, training: Training, x: Tensor, y: Tensor) -> Tensor:
+        if not hasattr(self, "_around"):
+            self._around = torch.zeros(3, *x.shape, dtype=x.dtype)
+        within = self._around[1]
+        within.copy_(x)
+        loss = super().loss(training, within, y)
+        if training.optimizer.state and len(training.losses) == 10:
+            training.model.eval()
+            with torch.no_grad():
+                training.model(within)
+            training.model.train()
+        assert torch.equal(within, x)
+        return loss
+
+
+@pytest.mark.parametrize("step", [Twice, Looking])
+def test_habits_of_training(step: type[Buffers], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Training(CNN).run(step(), ITERATIONS).outcome()
+    training = Training(CNN)
+    launching_on_a_cpu(monkeypatch, training.models)
+    captured = noted(monkeypatch)
+    monkeypatch.setattr(beside, "still", still)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(step(), ITERATIONS)
+    assert captured[0]._still
+    assert differences(expected, training.outcome()) == []
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_a_batch_is_held_until_backward_and_no_longer(
+    goes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, step = Training(CNN), Buffers()
+    made = launching_on_a_cpu(monkeypatch, training.models)
+    monkeypatch.setattr(beside, "still", still)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(step, ITERATIONS)
+        before = made[-1].launched
+        x, y = step.taken.pop(0)
+        loss = step.loss(training, x, y)
+        assert made[-1].launched == before + 1
+        held = StorageWeakRef(x.untyped_storage())
+        del x
+        assert not held.expired()
+        if goes_back:
+            loss.backward()
+        del loss
+        gc.collect()
+        assert held.expired()
+
+
+def test_without_room_for_what_has_moved_a_plan_is_asked_for_that_has_it() -> None:
+    prospect = Prospect(packs=True, copied_bytes=8)
+    prospect.failed(0)
+    assert (prospect.packs, prospect.lacking_bytes) == (True, 1)
+    # Where that was counted, packed blocks are what has no room.
+    prospect = Prospect(packs=True, copied_bytes=8, counted_bytes=8)
+    prospect.failed(0)
+    assert (prospect.packs, prospect.lacking_bytes) == (False, 1)
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(torch.view_as_real(x * 1.0).flatten(1))
+        return result
+
+
+def test_what_is_conjugate_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(engine: str) -> list[float]:
+        torch.manual_seed(0)
+        model, losses = Spectrum(), []
+        made = launching_on_a_cpu(monkeypatch, [model])
+        monkeypatch.setattr(beside, "still", still)
+        descent, buffer = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(8, 16) + 0j
+        ours = partial(belady.virtualize, model, "1GiB", policy="vdnn_all", engine=engine)
+        with ours() if engine else nullcontext():
+            for index in ITERATIONS:
+                generator = torch.Generator().manual_seed(index)
+                buffer.copy_(torch.randn(8, 16, dtype=torch.complex64, generator=generator))
+                loss = model(buffer.conj()).square().mean()
+                loss.backward()
+                descent.step()
+                descent.zero_grad()
+                losses.append(loss.item())
+        assert bool(made) is bool(engine)
+        return losses
+
+    assert trained("graph") == trained("")
 
 
 def test_nothing_is_captured_that_writes_to_what_it_is_given(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import belady
 from belady.ir.run import Run
 from belady.ir.trace import Tier
+from belady.sections.cutting import POLICIES as CUTTING
 from tests.support import training as steps
 from tests.support.models import CNN, GAN, GPT, LSTM, REENTRANT, REPLAYED, SINGLE, TASKS, Task
 from tests.support.training import (
@@ -75,8 +76,8 @@ def train_at_the_floor(task: Task, step: Step, device: str) -> Run:
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_policy_changes_no_bit(task: Task, policy: str, device: str) -> None:
     step = step_of(task)
-    # Where bits may differ, `auto` names a budget in which slices do.
-    exact = policy == "auto"
+    # Where bits may differ, these name a budget in which slices do.
+    exact = policy in CUTTING
     run = at_tight_budget(lambda budget: train(task, step, policy, budget, device, exact), device)
     if exact:
         run = train(task, step, policy, run.plan.budget.device_bytes, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from belady.graph import beside, capturing, launching
 from belady.graph.contents import Content
 from belady.ir.trace import Tier
 from belady.memory.contents import Moved
+from belady.memory.launches import Launches
 from belady.simulate.holes import Holes
 from belady.simulate.packing import Packing
 from belady.simulate.stretch import Event
@@ -52,6 +53,7 @@ class Rerun:
         self.lending = False
         self._models = models
         self._known: list[list[torch.UntypedStorage]] = []
+        self._others = set[int]()
 
     def capture(self, issue: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         buffers = [it for model in self._models for it in model.buffers()]
@@ -75,7 +77,7 @@ class Rerun:
                     place.copy_(it.untyped_storage())
             if places is self._known[-1] and len(self._known) > 1:
                 # Memory of forward is written to while backward runs.
-                kept = lasting | {it.data_ptr() for it in places}
+                kept = lasting | self._others | {it.data_ptr() for it in places}
                 for it in self._known[-2]:
                     if it.data_ptr() not in kept:
                         it.fill_(255)
@@ -86,7 +88,12 @@ class Rerun:
         pass
 
     def seen(self, tensor: Tensor) -> Tensor:
-        return tensor
+        if self._known:
+            return tensor
+        # What is read where it lies belongs to others.
+        self._others.add(tensor.untyped_storage().data_ptr())
+        seen: Tensor = Launches.seen(cast("Any", self), tensor)
+        return seen
 
     def follow(self) -> None:
         pass
@@ -146,7 +153,6 @@ def launching_on_a_cpu(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Modu
     monkeypatch.setattr(capturing, "Launches", launches)
     # Where the next batch comes to lie on a CPU is anybody's guess.
     monkeypatch.setattr(beside, "still", lambda kind: set())
-    monkeypatch.setattr(launching, "still", lambda kind: set())
     monkeypatch.setattr(capturing, "divisions", lambda *_: DIVISIONS)
     monkeypatch.setattr(capturing, "_MOST_S", math.inf)
     monkeypatch.setattr(launching, "captures", lambda device: True)

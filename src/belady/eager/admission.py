@@ -189,6 +189,8 @@ class Admission:
             op=refusal.op,
             module=refusal.module,
         )
+        for note in getattr(refusal, "__notes__", ()):
+            less.add_note(note)
         less.add_note(
             f"{least} bytes are enough for modules in slices, which change the order of sums; for "
             f"the bits of plain PyTorch {whole} are needed"

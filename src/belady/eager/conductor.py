@@ -108,7 +108,7 @@ class Conductor:
                 stack.callback(kind.settle)
 
     def record(self) -> None:
-        """Take down every event of the next steady iteration that moves anything."""
+        """Take down every event of the next steady iteration."""
         self._recording = True
 
     def stepped(self, iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:

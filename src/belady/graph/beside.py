@@ -41,7 +41,7 @@ def still(kind: Kind) -> set[int]:
 
 
 def _passing(kind: Kind) -> dict[int, fx.Node]:
-    """Inputs of forward that are neither parameters nor buffers, by place."""
+    """Inputs of forward that do not last, neither parameters nor buffers, by place."""
     if kind.force is None:
         return {}
     part = kind.force.drawn.parts[0]
@@ -50,7 +50,9 @@ def _passing(kind: Kind) -> dict[int, fx.Node]:
 
 
 def _address(arg: Any) -> int:
-    return arg.data_ptr() if isinstance(arg, torch.Tensor) else 0
+    """Where a tensor lies whose bytes are its numbers; 0 for what is none, or conjugate."""
+    lies = isinstance(arg, torch.Tensor) and not arg.is_conj() and not arg.is_neg()
+    return arg.data_ptr() if lies else 0
 
 
 def between_bytes(kind: Kind, *, lends: bool) -> int:

@@ -16,7 +16,7 @@ from belady.memory.geometry import Geometry
 
 
 class FixedContents(Contents):
-    """Contents that nobody else can write to: inputs and results are copies."""
+    """Contents of a launch: results are copies, and inputs that lie still are watched apart."""
 
     def hold(self, value: int, tensor: torch.Tensor, guarded: bool) -> Content:
         """Begin to manage a storage."""
@@ -24,7 +24,7 @@ class FixedContents(Contents):
 
 
 class Checked(NamedTuple):
-    """What a program watches for changes between forward and backward: of a launch it is a copy."""
+    """What a program watches for changes between forward and backward."""
 
     given: int | None
     result: int | None
@@ -43,6 +43,21 @@ class Checked(NamedTuple):
         it = results[self.result or 0] if number is None else args[number]
         assert isinstance(it, torch.Tensor)
         return it.detach()
+
+
+class Owed:
+    """Lives as long as the backward of the last launch of forward may still come.
+
+    Attributes
+    ----------
+    read
+        Inputs that forward has read where they lie.
+    held
+        The bytes of those that do not last.
+    """
+
+    def __init__(self) -> None:
+        self.read, self.held = list[torch.Tensor](), list[torch.Tensor]()
 
 
 class Places:

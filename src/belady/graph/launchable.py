@@ -30,7 +30,7 @@ def why_not(joint: Joint, layout: Layout, args: Sequence[Any], lasting: set[int]
     copied = {
         layout.storage_of.get(node, -1)
         for node, arg in zip(joint.primals, args, strict=True)
-        if is_copied(arg, lasting)
+        if passes(arg, lasting)
     }
     results, gradients = (
         [layout.storage_of.get(it, -1) for it in given if isinstance(it, fx.Node)]
@@ -85,8 +85,8 @@ def lasting_of(modules: Iterable[torch.nn.Module]) -> set[int]:
     return {storage_of(it) for tensors in each for it in tensors}
 
 
-def is_copied(arg: Any, lasting: set[int]) -> bool:
-    """Whether an input does not last: it is copied to where a capture has it, or lies still."""
+def passes(arg: Any, lasting: set[int]) -> bool:
+    """Whether an input does not last: its storage is none of ``lasting``."""
     return isinstance(arg, torch.Tensor) and storage_of(arg) not in lasting
 
 

@@ -14,9 +14,9 @@ import torch
 from belady.graph import autograd
 from belady.graph.contents import Content, Contents
 from belady.graph.doors import beneath_functions, fake_value
-from belady.graph.fixed import Checked, FixedContents, Kept, Places, copied, like
+from belady.graph.fixed import Checked, FixedContents, Kept, Owed, Places, copied, like
 from belady.graph.kinds import Force
-from belady.graph.launchable import is_copied, settings, storage_of
+from belady.graph.launchable import passes, settings, storage_of
 from belady.graph.placing import gradients_of
 from belady.graph.points import filled
 from belady.graph.program import Program
@@ -28,10 +28,6 @@ from belady.memory.filling import Filling
 from belady.memory.fixed import FixedCarrier
 from belady.memory.geometry import below_autograd
 from belady.memory.thread import in_backward
-
-
-class _Owed:
-    """Lives as long as the backward of the last launch of forward may still come."""
 
 
 class Launched:
@@ -78,9 +74,9 @@ class Launched:
         self._places = Places(apart, carrier.device)
         self._contents = FixedContents(carrier, force.plan.decisions, place=self._places.give)
         self._settings = settings()
-        self._owed: weakref.ref[_Owed] | None = None
+        self._owed: weakref.ref[Owed] | None = None
         self._given = [*args]
-        passing = [n for n, arg in enumerate(args) if is_copied(arg, lasting)]
+        passing = [n for n, arg in enumerate(args) if passes(arg, lasting)]
         self._copied, self._still = [n for n in passing if n not in still], sorted(still)
         for number in passing:
             # Of what lies still nobody is to find the bytes taken who puts the next one there.
@@ -95,8 +91,6 @@ class Launched:
         self._filling: Filling | None = None
         self._results, self._saved = list[Any](), list[Any]()
         self._checked: list[Checked] = []
-        # Until backward: inputs that are read, and the bytes of those that do not last.
-        self._lasting, self._held = list[torch.Tensor](), list[torch.Tensor]()
         self._gradients: list[Any] = []
         try:
             self._capture()
@@ -116,7 +110,7 @@ class Launched:
 
     def program(self) -> Program:
         """What the next call runs as; until it is over, or thrown away, nothing is given back."""
-        owed = [_Owed()]
+        owed = [Owed()]
         self._owed = weakref.ref(owed[0])
         places = tuple(range(len(self._checked)))
         return Program(partial(self._forward, owed), self._backward, places)
@@ -152,7 +146,6 @@ class Launched:
         self._launch_forward = self._launch_backward = _gone
         for held in (self._given, self._tangents, self._results, self._saved, self._gradients):
             held.clear()
-        self._lasting, self._held = [], []
         self._places.clear()
         self._carrier.close()
 
@@ -241,13 +234,13 @@ class Launched:
         return [it.again(contents) if isinstance(it, Kept) else it for it in self._saved]
 
     def _forward(
-        self, owed: list[_Owed], args: list[Any], *_: Any
+        self, owed: list[Owed], args: list[Any], *_: Any
     ) -> tuple[list[Any], list[Any], tuple[int, ...]]:
         if self._copied:
             targets = [self._given[number] for number in self._copied]
             torch._foreach_copy_(targets, [args[number] for number in self._copied])
-        self._lasting = [args[number] for number in self._read]
-        self._held = [args[number].detach() for number in self._still]
+        owed[0].read = [args[number] for number in self._read]
+        owed[0].held = [args[number].detach() for number in self._still]
         self._launch_forward()
         results = [copied(it) if isinstance(it, torch.Tensor) else it for it in self._results]
         checked = [it.among(args, results) for it in self._checked]
@@ -255,10 +248,13 @@ class Launched:
         return results, [*checked, owed.pop()], tuple([it._version for it in checked])
 
     def _backward(self, saved: list[Any], args: list[Any], *_: Any) -> list[Any]:
+        # Until it is launched: bytes that are let go before may be given to another stream.
+        owed: Owed = saved.pop()
         saved.clear()
         if self._carrier.host_bytes:
             self._carrier.check_open()
-        as_captured = self._lies() == self._addresses and self._settings == settings()
+        lies = [it.data_ptr() for it in owed.read]
+        as_captured = lies == self._addresses and self._settings == settings()
         if autograd.keeps_graph() or not as_captured:
             # It may come again, and a launch would write to what was saved.
             contents = self._contents.anew()
@@ -267,7 +263,6 @@ class Launched:
             self.launches.follow()
             torch._foreach_copy_(self._tangents, args)
         args.clear()
-        self._lasting, self._held = [], []
         self._launch_backward()
         # A tensor that stands for two gradients stays one.
         handed = {id(it): it.detach() for it in self._gradients if isinstance(it, torch.Tensor)}
@@ -278,10 +273,6 @@ class Launched:
             self._let_go()
             self.launches.forget()
         return gradients
-
-    def _lies(self) -> list[int]:
-        """Where the inputs that last lie, since forward was launched."""
-        return [it.data_ptr() for it in self._lasting]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from belady.graph.beside import between_bytes, bytes_of, look, stepping_bytes, still
+from belady.graph import beside
 from belady.graph.captured import Captured
 from belady.graph.capturing import Attempt
 from belady.graph.iteration import Iteration
@@ -89,10 +89,10 @@ class Launching:
         """See what a verified kind needs beside launches."""
         prospect = kind.prospect
         prospect.packs = packs(self._carrier.device)
-        prospect.stepping_bytes = stepping_bytes(kind)
+        prospect.stepping_bytes = beside.stepping_bytes(kind)
         prospect.lends = self.loans.possible and matters(kind, self._budget_bytes)
-        prospect.unlent_bytes = between_bytes(kind, lends=False)
-        prospect.between_bytes = between_bytes(kind, lends=prospect.lends)
+        prospect.unlent_bytes = beside.between_bytes(kind, lends=False)
+        prospect.between_bytes = beside.between_bytes(kind, lends=prospect.lends)
 
     def begin(self, kind: Kind) -> None:
         """A plan is in force: see whether its iterations may be launched."""
@@ -138,7 +138,7 @@ class Launching:
     def _first(self, iteration: Iteration, args: Sequence[Any]) -> Launched | None:
         """What the first call of an iteration is launched as; None where it is issued."""
         kind = iteration.kind
-        look(kind, args)
+        beside.look(kind, args)
         if iteration.sample.tape is not None:
             self.rest()
         if kind.prospect.way is Way.ISSUED or kind.stage is not Stage.STEADY:
@@ -260,10 +260,11 @@ class Launching:
         room = self._budget_bytes - kind.prospect.between_bytes
         if any(it.grad is not None for module in self._modules for it in module.parameters()):
             # They have not been zeroed yet, and so will need other memory in each iteration.
-            room -= bytes_of(joint.backward_outputs)
+            room -= beside.bytes_of(joint.backward_outputs)
         prospect = kind.prospect
-        known = prospect.events, room, prospect.holes, prospect.packing, still(kind)
+        known = prospect.events, room, prospect.holes, prospect.packing, beside.still(kind)
         attempt = Attempt(force, self._carrier, lasting, args, *known)
+        prospect.copied_bytes = beside.fixed_bytes(kind)
         if (launched := self._attempted(attempt, prospect)) is None:
             self._issue_again(kind)
         return launched
@@ -280,10 +281,8 @@ class Launching:
         if launched is not None:
             prospect.holes = launched.launches.holes
             self.loans.lend_of(launched if lends else None)
-        elif prospect.packs:
-            prospect.unpack()
-        elif lacking:
-            prospect.lacks(lacking)
+        else:
+            prospect.failed(lacking)
         return launched
 
     def _issue_again(self, kind: Kind) -> None:

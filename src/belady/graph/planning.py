@@ -236,7 +236,8 @@ class Planning:
         if not late and not (prospect.packs and loses(drawn.trace, plan)):
             prospect.asked, prospect.way = True, Way.ISSUED
             return False
-        beside = fixed_bytes(kind) + prospect.between_bytes + (prospect.lacking_bytes or 0)
+        prospect.counted_bytes = fixed_bytes(kind)
+        beside = prospect.counted_bytes + prospect.between_bytes + (prospect.lacking_bytes or 0)
         prospect.asked = False
         try:
             numerics = self._numerics(kind)

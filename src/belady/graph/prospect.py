@@ -60,6 +60,8 @@ class Prospect:
     lies
         Where inputs that do not last have lain in all iterations under plans, by place; 0 where
         that was not always the same.
+    counted_bytes, copied_bytes
+        Copies of inputs that the plan in force leaves room for, and those of the last capture.
     """
 
     way: Way = Way.ISSUED
@@ -80,6 +82,8 @@ class Prospect:
     tight: bool = False
     rehearsed: bool = False
     lies: dict[int, int] = field(default_factory=dict)
+    counted_bytes: int = 0
+    copied_bytes: int = 0
 
     @property
     def open(self) -> bool:
@@ -112,6 +116,19 @@ class Prospect:
         """Have a plan be asked for whose blocks are placed as the allocator would."""
         self.forget()
         self.packs, self.lacking_bytes, self.holes = False, 1, None
+
+    def failed(self, lacking: int) -> None:
+        """A capture came to nothing, which lacked so many bytes: have another plan be asked for.
+
+        Where an input lies still no longer no plan has left room for the copy of it.
+        """
+        if self.packs and self.copied_bytes > self.counted_bytes:
+            self.forget()
+            self.lacks(1)
+        elif self.packs:
+            self.unpack()
+        elif lacking:
+            self.lacks(lacking)
 
     def lacks(self, nbytes: int) -> None:
         """Have a plan be asked for with so much more room, once: after the first capture."""

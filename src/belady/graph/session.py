@@ -97,7 +97,7 @@ class Session:
         self.reasons[reason] += 1
 
     def record(self) -> None:
-        """Take down every event of the next steady iteration that moves anything."""
+        """Take down every event of the next steady iteration."""
         self._recording = True
 
     def enter(self, graph: Captured, args: Sequence[Any]) -> Turn:

@@ -10,7 +10,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.margin import needed
 from belady.ir.plan import Budget
 from belady.ir.trace import Trace
-from belady.planners import POLICIES
+from belady.planners import plan
 from belady.planners.floor import held_by_floor
 from belady.planners.ocdnn import MANAGING
 
@@ -25,7 +25,7 @@ class Least:
     Attributes
     ----------
     budget
-        Of it the bytes of host and disk.
+        The bytes of the device in it are what is needed is held against, and change nothing of it.
     """
 
     hardware: HardwareProfile
@@ -44,7 +44,7 @@ class Least:
             nbytes, at = needed(trace, self.hardware.allocator, held)
             return nbytes, trace.ops[at].module if held else ""
         try:
-            POLICIES[self.policy](trace, self.hardware, replace(self.budget, device_bytes=0))
+            plan(self.policy, trace, self.hardware, replace(self.budget, device_bytes=0))
         except InfeasibleBudgetError as error:
             return error.smallest_bytes, error.module
         return 0, ""

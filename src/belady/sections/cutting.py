@@ -31,8 +31,8 @@ from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
 
-# What cuts modules by itself. tvDNN's paper has "memory-object sectioning"; without it vDNN's and
-# OC-DNN's cannot have what theirs have, whose layers run in place: one op needs more than that.
+# What cuts modules by itself: tvDNN's paper has "memory-object sectioning". vDNN's and OC-DNN's do
+# not, but need more here: the backward of PyTorch's ReLU has three tensors, that of theirs one.
 POLICIES = AS_TOLD | {"auto", "tvdnn_ilp", "tvdnn_greedy"}
 # Kinds of calls of a root that are remembered.
 _KINDS = 64
