@@ -50,7 +50,7 @@ class _Beside(NamedTuple):
 
     @property
     def is_slower(self) -> bool:
-        """Likewise."""
+        """Whether ours is slower, by more than that."""
         return self.ours is not None and self.ratio > 1 + SAME
 
 

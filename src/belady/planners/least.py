@@ -25,7 +25,8 @@ class Least:
     Attributes
     ----------
     budget
-        The bytes of the device in it are what is needed is held against, and change nothing of it.
+        What is needed depends on its bytes of host and disk; whoever asks compares it with those of
+        the device.
     """
 
     hardware: HardwareProfile
