@@ -10,10 +10,12 @@ import torch
 
 import belady
 from benchmarks import child, smallest
+from benchmarks.bounds import bound_of_own
 from benchmarks.cases import Case
 from benchmarks.child import Known
 from benchmarks.peers import PEERS
 from benchmarks.workloads import Recipe
+from tests.parity.test_cutting import WIDE, needed, trained
 
 CASE = Case("vgg19", "plain", device="cpu", toy=True, repeats=2)
 INFEASIBLE = belady.InfeasibleBudgetError(
@@ -147,3 +149,19 @@ def _toy() -> dict[str, Any]:
 
 def test_every_peer_says_where_it_is_from() -> None:
     assert all(peer.source for peer in PEERS.values())
+
+
+def test_slices_have_a_bound_of_their_own() -> None:
+    _, cut = trained(int(needed("floor") * 0.6), "auto", WIDE)
+    assert 0 < bound_of_own(cut)["own_bound_seconds"] <= cut.predicted.seconds
+    assert bound_of_own(replace(cut, plan=replace(cut.plan, numerics=()))) == {}
+
+
+def test_without_a_solver_the_bound_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsolved(*_: object) -> None:
+        raise belady.errors.MissingExtraError("needs belady[solver]")
+
+    monkeypatch.setattr(child, "bounded", unsolved)
+    record = child._outcome(Case("vgg19", "bound", "1GiB", **_toy()), Known({}))
+    assert record["outcome"] == "absent"
+    assert "belady[solver]" in record["error"]

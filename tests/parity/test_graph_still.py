@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import belady
 from belady.errors import StaleValueError
-from belady.graph import beside, launching
+from belady.graph import beside
 from belady.graph.beside import still
 from belady.graph.kinds import Kind
 from belady.graph.launched import Launched
@@ -71,13 +71,34 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+def launching(monkeypatch: pytest.MonkeyPatch, models: Sequence[nn.Module]) -> list[Rerun]:
+    """As `launching_on_a_cpu`, where what lies still is read there."""
+    made = launching_on_a_cpu(monkeypatch, models)
+    monkeypatch.setattr(beside, "still", still)
+    return made
+
+
+@contextmanager
+def forward_launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """What a forward was given, which was launched, and its loss: nobody else holds either."""
+    training, step = Training(CNN), Buffers()
+    made = launching(monkeypatch, training.models)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
+        training.run(step, ITERATIONS)
+        before = made[-1].launched
+        x, y = step.taken.pop(0)
+        given = [x, step.loss(training, x, y)]
+        del x
+        assert made[-1].launched == before + 1
+        yield given
+
+
 def train(
     task: Task, step: Buffers, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Rerun], list[Launched]]:
     """Train and compare; what stood for graphs, and what was captured."""
     training = Training(task)
-    made, captured = launching_on_a_cpu(monkeypatch, training.models), noted(monkeypatch)
-    monkeypatch.setattr(beside, "still", still)
+    made, captured = launching(monkeypatch, training.models), noted(monkeypatch)
     with belady.virtualize(training.models, "1GiB", policy=policy, engine="graph"):
         training.run(step, ITERATIONS)
     expected = Training(task).run(plain, ITERATIONS).outcome()
@@ -117,15 +138,7 @@ def test_what_moves_once_it_was_captured_is_copied_from_then_on(
 def test_what_is_changed_before_backward_is_an_error_as_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    training, step = Training(CNN), Buffers()
-    made = launching_on_a_cpu(monkeypatch, training.models)
-    monkeypatch.setattr(beside, "still", still)
-    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
-        training.run(step, ITERATIONS)
-        before = made[-1].launched
-        x, y = step.taken[0]
-        loss = step.loss(training, x, y)
-        assert made[-1].launched == before + 1
+    with forward_launched(monkeypatch) as (x, loss):
         x.add_(1)
         with pytest.raises(StaleValueError):
             loss.backward()
@@ -163,9 +176,8 @@ class Looking(Buffers):
 def test_habits_of_training(step: type[Buffers], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(CNN).run(step(), ITERATIONS).outcome()
     training = Training(CNN)
-    launching_on_a_cpu(monkeypatch, training.models)
+    launching(monkeypatch, training.models)
     captured = noted(monkeypatch)
-    monkeypatch.setattr(beside, "still", still)
     with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
         training.run(step(), ITERATIONS)
     assert captured[0]._still
@@ -176,32 +188,24 @@ def test_habits_of_training(step: type[Buffers], monkeypatch: pytest.MonkeyPatch
 def test_a_batch_is_held_until_backward_and_no_longer(
     goes_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, step = Training(CNN), Buffers()
-    made = launching_on_a_cpu(monkeypatch, training.models)
-    monkeypatch.setattr(beside, "still", still)
-    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph"):
-        training.run(step, ITERATIONS)
-        before = made[-1].launched
-        x, y = step.taken.pop(0)
-        loss = step.loss(training, x, y)
-        assert made[-1].launched == before + 1
-        held = StorageWeakRef(x.untyped_storage())
-        del x
+    with forward_launched(monkeypatch) as given:
+        held = StorageWeakRef(given[0].untyped_storage())
+        del given[0]
         assert not held.expired()
         if goes_back:
-            loss.backward()
-        del loss
+            given[0].backward()
+        given.clear()
         gc.collect()
         assert held.expired()
 
 
 def test_without_room_for_what_has_moved_a_plan_is_asked_for_that_has_it() -> None:
-    prospect = Prospect(packs=True, copied_bytes=8)
-    prospect.failed(0)
+    prospect = Prospect(packs=True)
+    prospect.failed(0, copied_bytes=8)
     assert (prospect.packs, prospect.lacking_bytes) == (True, 1)
     # Where that was counted, packed blocks are what has no room.
-    prospect = Prospect(packs=True, copied_bytes=8, counted_bytes=8)
-    prospect.failed(0)
+    prospect = Prospect(packs=True, counted_bytes=8)
+    prospect.failed(0, copied_bytes=8)
     assert (prospect.packs, prospect.lacking_bytes) == (False, 1)
 
 
@@ -219,8 +223,7 @@ def test_what_is_conjugate_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(engine: str) -> list[float]:
         torch.manual_seed(0)
         model, losses = Spectrum(), []
-        made = launching_on_a_cpu(monkeypatch, [model])
-        monkeypatch.setattr(beside, "still", still)
+        made = launching(monkeypatch, [model])
         descent, buffer = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(8, 16) + 0j
         ours = partial(belady.virtualize, model, "1GiB", policy="vdnn_all", engine=engine)
         with ours() if engine else nullcontext():
@@ -262,7 +265,7 @@ def test_nothing_is_captured_that_writes_to_what_it_is_given(
 def test_on_a_gpu_too(
     which: Callable[[int], int], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_GAINS", -100.0)
+    monkeypatch.setattr("belady.graph.launching._GAINS", -100.0)
     captured, training = noted(monkeypatch), Training(CNN, "cuda")
     with belady.virtualize(training.models, "1GiB", policy=policy, engine="graph"):
         training.run(Buffers(which), range(24))

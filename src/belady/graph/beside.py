@@ -25,19 +25,20 @@ def fixed_bytes(kind: Kind) -> int:
 
 
 def look(kind: Kind, args: Sequence[Any]) -> None:
-    """An iteration under a plan is given these: note where what does not last lies."""
-    if kind.force is not None:
-        before = kind.prospect.lies
-        lies = {it: _address(args[it]) for it in before or _passing(kind)}
-        kind.prospect.lies = {it: at if before.get(it, at) == at else 0 for it, at in lies.items()}
+    """An iteration that may be launched is given these: note where what does not last lies."""
+    before = kind.prospect.lies
+    places = _passing(kind) if before is None else before
+    lies = {it: _address(args[it]) for it in places}
+    known = lies if before is None else before
+    kind.prospect.lies = {it: at if known[it] == at else 0 for it, at in lies.items()}
 
 
 def still(kind: Kind) -> set[int]:
-    """Places of inputs that do not last and lay where they lie in all iterations under plans.
+    """Places of inputs that do not last and lay where they lie each time that was looked at.
 
     A batch that a program copies to the same tensor each time is such a one.
     """
-    return {place for place, at in kind.prospect.lies.items() if at}
+    return {place for place, at in (kind.prospect.lies or {}).items() if at}
 
 
 def _passing(kind: Kind) -> dict[int, fx.Node]:

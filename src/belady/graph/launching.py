@@ -20,7 +20,7 @@ from belady.graph.launched import Launched
 from belady.graph.listening import Listening
 from belady.graph.placing import Places
 from belady.graph.program import Program
-from belady.graph.prospect import Prospect, Way
+from belady.graph.prospect import Way
 from belady.graph.steps import Loans, may_lend
 from belady.graph.told import log_launched, matters, said_of
 from belady.ir.plan import Offload
@@ -138,10 +138,12 @@ class Launching:
     def _first(self, iteration: Iteration, args: Sequence[Any]) -> Launched | None:
         """What the first call of an iteration is launched as; None where it is issued."""
         kind = iteration.kind
-        beside.look(kind, args)
         if iteration.sample.tape is not None:
             self.rest()
-        if kind.prospect.way is Way.ISSUED or kind.stage is not Stage.STEADY:
+        if kind.prospect.way is Way.ISSUED:
+            return None
+        beside.look(kind, args)
+        if kind.stage is not Stage.STEADY:
             return None
         if self._launched is None and kind.prospect.may_follow(self._row):
             self._launched = self._captured(kind, kind.graphs[0], args)
@@ -264,14 +266,13 @@ class Launching:
         prospect = kind.prospect
         known = prospect.events, room, prospect.holes, prospect.packing, beside.still(kind)
         attempt = Attempt(force, self._carrier, lasting, args, *known)
-        prospect.copied_bytes = beside.fixed_bytes(kind)
-        if (launched := self._attempted(attempt, prospect)) is None:
+        if (launched := self._attempted(attempt, kind)) is None:
             self._issue_again(kind)
         return launched
 
-    def _attempted(self, attempt: Attempt, prospect: Prospect) -> Launched | None:
+    def _attempted(self, attempt: Attempt, kind: Kind) -> Launched | None:
         """What an attempt captures; None where something is lacking."""
-        launched, lacking = attempt.captured()
+        prospect, (launched, lacking) = kind.prospect, attempt.captured()
         lends, suits = prospect.lends, self.loans.possible
         if launched is not None and lends and not (suits and may_lend(launched, attempt, prospect)):
             launched.close()
@@ -282,7 +283,7 @@ class Launching:
             prospect.holes = launched.launches.holes
             self.loans.lend_of(launched if lends else None)
         else:
-            prospect.failed(lacking)
+            prospect.failed(lacking, beside.fixed_bytes(kind))
         return launched
 
     def _issue_again(self, kind: Kind) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from belady.graph.parts import Drawn
@@ -58,10 +58,10 @@ class Prospect:
     rehearsed
         Whether the kernels of the plan have run.
     lies
-        Where inputs that do not last have lain in all iterations under plans, by place; 0 where
-        that was not always the same.
-    counted_bytes, copied_bytes
-        Copies of inputs that the plan in force leaves room for, and those of the last capture.
+        Where inputs that do not last have lain in all iterations that might be launched, by place;
+        0 where that was not always the same, None before the first.
+    counted_bytes
+        Copies of inputs that the plan in force leaves room for.
     """
 
     way: Way = Way.ISSUED
@@ -81,9 +81,8 @@ class Prospect:
     packing: Packing | None = None
     tight: bool = False
     rehearsed: bool = False
-    lies: dict[int, int] = field(default_factory=dict)
+    lies: dict[int, int] | None = None
     counted_bytes: int = 0
-    copied_bytes: int = 0
 
     @property
     def open(self) -> bool:
@@ -117,12 +116,15 @@ class Prospect:
         self.forget()
         self.packs, self.lacking_bytes, self.holes = False, 1, None
 
-    def failed(self, lacking: int) -> None:
+    def failed(self, lacking: int, copied_bytes: int) -> None:
         """A capture came to nothing, which lacked so many bytes: have another plan be asked for.
 
-        Where an input lies still no longer no plan has left room for the copy of it.
+        Parameters
+        ----------
+        copied_bytes
+            Of its copies of inputs: of what lies still no longer no plan has left room for one.
         """
-        if self.packs and self.copied_bytes > self.counted_bytes:
+        if self.packs and copied_bytes > self.counted_bytes:
             self.forget()
             self.lacks(1)
         elif self.packs:
