@@ -201,7 +201,8 @@ def test_what_cannot_be_packed_is_placed_as_ever(
     monkeypatch.setattr(Verification, "launched", note)
     if fails == "capture":
         monkeypatch.setattr(Rerun, "capture", lacking)
-        (_,) = train(CNN, plain, "vdnn_all", monkeypatch)
+        # Once more with more room.
+        _, _ = train(CNN, plain, "vdnn_all", monkeypatch)
     else:
         expected = Training(CNN).run(plain, ITERATIONS).outcome()
         training = Training(CNN)
@@ -211,7 +212,7 @@ def test_what_cannot_be_packed_is_placed_as_ever(
             # Nobody listens on a CPU, so nothing is known of its blocks.
             training.run(plain, ITERATIONS)
         assert differences(expected, training.outcome()) == []
-    assert asked == [True, False]
+    assert asked == ([True, True, False] if fails == "capture" else [True, False])
 
 
 @pytest.mark.parametrize("engine", ["graph", "inductor"])

@@ -13,8 +13,9 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from belady.graph import launching, listening, rehearsal
+from belady.graph.away import Value
 from belady.graph.launched import Launched
-from belady.graph.rehearsal import Rehearsal, _Value
+from belady.graph.rehearsal import Rehearsal
 from belady.memory import filling, marks
 from belady.memory.marks import Mark
 from belady.simulate.packing import Packing
@@ -175,8 +176,8 @@ def _listen_to_rehearsals(monkeypatch: pytest.MonkeyPatch, packings: list[Packin
     monkeypatch.setattr(Rehearsal, "_backward", noting)
     monkeypatch.setattr(Rehearsal, "_listened", profiled)
     monkeypatch.setattr(Rehearsal, "packing", packed)
-    monkeypatch.setattr(_Value, "copy_away", copy_away)
-    monkeypatch.setattr(_Value, "copy_back", copy_back)
+    monkeypatch.setattr(Value, "copy_away", copy_away)
+    monkeypatch.setattr(Value, "copy_back", copy_back)
 
 
 def _leave(mark: Mark, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from belady.graph.beside import sent
 from belady.graph.kinds import Force
 from belady.graph.launched import Launched
 from belady.memory.cap import WALL_BYTES
-from belady.memory.capturing import Capturing
+from belady.memory.capturing import Capturing, LackingError
 from belady.memory.carrier import Carrier
 from belady.memory.launches import Launches
 from belady.simulate.holes import Holes, divisions, told
@@ -113,8 +113,13 @@ class Attempt:
     def _told(self, launched: Launched) -> str:
         if self.packing is None:
             return told(launched.launches.holes or ())
-        held, end = format_bytes(held_bytes(self.packing.lives)), format_bytes(self.packing.end)
-        return f"blocks of {held} are packed into {end}; places of {launched.missed} were not free"
+        return f"{self._packed()}; places of {launched.missed} were not free"
+
+    def _packed(self) -> str:
+        assert self.packing is not None
+        held = format_bytes(held_bytes(self.packing.lives))
+        end, small = format_bytes(self.packing.end), format_bytes(self.packing.small_bytes)
+        return f"blocks of {held} are packed into {end}, and small ones take {small}"
 
     def _with(self, launches: Capturing) -> tuple[Launched | None, int]:
         trace, plan = self.force.drawn.trace, self.force.plan
@@ -125,7 +130,10 @@ class Attempt:
             launched = Launched(self.force, launches, carrier, *given)
         except (RuntimeError, TierFullError) as error:
             _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, LackingError):
+                lacking = error.nbytes
+                _log.info("%s", self._packed())
+            elif isinstance(error, torch.OutOfMemoryError):
                 lacking = max(1, self.room_bytes // _PART)
         launches.over()
         if launched is not None and launches.reserved_bytes > self.room_bytes:

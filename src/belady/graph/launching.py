@@ -132,7 +132,7 @@ class Launching:
         if launched is not None:
             return launched.program()
         if kind.prospect.tight and not call:
-            self._listening.rehearse()
+            self._listening.rehearse(kind.prospect)
         return self._listening.program(force.programs[call])
 
     def _first(self, iteration: Iteration, args: Sequence[Any]) -> Launched | None:
@@ -226,6 +226,7 @@ class Launching:
         if rehearsed := self._listening.drop():
             kind.prospect.unpack()
         if launched or rehearsed:
+            _log.info("out of memory before an iteration could be launched: it is issued")
             kind.prospect.way = Way.ISSUED
         return launched or rehearsed
 

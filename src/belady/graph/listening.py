@@ -38,11 +38,11 @@ class Listening:
             return
         self._loans.forget()
         if prospect.packs:
-            self.rehearse()
+            self.rehearse(prospect)
         else:
             self._ledger.begin()
 
-    def rehearse(self) -> None:
+    def rehearse(self, prospect: Prospect) -> None:
         """Have the iteration that begins rehearsed, if it is not."""
         if self._rehearsal is None:
             cuda = self._device.type == "cuda"
@@ -50,7 +50,9 @@ class Listening:
             most = int(_STAYS * max(0, self._budget_bytes - held))
             _, available = ram()
             host = int(_HOST * available)
-            self._rehearsal = Rehearsal(self._device, most, host, self._ledger.begin)
+            self._rehearsal = Rehearsal(
+                self._device, most, host, prospect.scarce, self._ledger.begin
+            )
 
     def program(self, program: Program) -> Program:
         """What a call of the iteration runs as that is issued."""
@@ -71,7 +73,7 @@ class Listening:
         if prospect.packing is not None or not prospect.packs:
             # It was for want of room alone.
             return
-        if not prospect.rehearsed:
+        if not prospect.rehearsed or rehearsal.flawed:
             # Kernels that are loaded, and measured by those who choose among them, take more.
             prospect.rehearsed = True
             return

@@ -6,8 +6,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from belady.graph.program import Program
@@ -17,23 +19,49 @@ from belady.memory.filling import Filling
 _BUFFERS, _CACHE = ("empty_strided_cuda", "empty_strided_cpu"), "torch._inductor.codecache"
 
 
-# What is told, by thread; and what else is to be put back when nothing is any more.
-_TOLD: dict[int, Callable[[], None]] = {}
+@dataclass(frozen=True)
+class Listener:
+    """Who is told: ``point`` is called before each.
+
+    And ``starved`` where it has run out of memory: whether there is room now, so that it is tried
+    once more.
+    """
+
+    point: Callable[[], None]
+    starved: Callable[[], bool] = lambda: False
+
+    def act(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``plain`` gives."""
+        self.point()
+        return self.patiently(plain, *args, **kwargs)
+
+    def patiently(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same of what nobody is told."""
+        try:
+            return plain(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not self.starved():
+                raise
+        return plain(*args, **kwargs)
+
+
+# Who is told, by thread; and what else is to be put back when nobody is any more.
+_TOLD: dict[int, Listener] = {}
 _BEFORE: list[tuple[dict[str, Any], str, Any]] = []
 _LOCK = threading.Lock()
 
 
 @contextmanager
-def told_of_points(point: Callable[[], None]) -> Iterator[None]:
-    """Have ``point`` called before each of them, of this thread."""
+def told_of_points(listener: Listener) -> Iterator[None]:
+    """Have ``listener`` told of each of them, of this thread."""
     thread = threading.get_ident()
     with _LOCK:
         if not _TOLD:
             _tell_of_buffers()
         before = _TOLD.get(thread)
-        _TOLD[thread] = point
+        _TOLD[thread] = listener
     try:
-        with _Telling(point):
+        with _Telling(listener):
             yield
     finally:
         with _LOCK:
@@ -57,10 +85,8 @@ def _tell_of_buffers() -> None:
 
 def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
     def buffer(*args: Any) -> Any:
-        point = _TOLD.get(threading.get_ident())
-        if point is not None:
-            point()
-        return plain(*args)
+        listener = _TOLD.get(threading.get_ident())
+        return plain(*args) if listener is None else listener.act(plain, *args)
 
     return buffer
 
@@ -72,7 +98,7 @@ def filled(program: Program, filling: Filling | None) -> Iterator[Program]:
         yield program
         return
     try:
-        with told_of_points(filling.point):
+        with told_of_points(Listener(filling.point)):
             filling.open()
             yield program.told(filling)
     finally:
@@ -80,9 +106,9 @@ def filled(program: Program, filling: Filling | None) -> Iterator[Program]:
 
 
 class _Telling(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, point: Callable[[], None]) -> None:
+    def __init__(self, listener: Listener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._point = point
+        self._listener = listener
 
     def __torch_dispatch__(
         self,
@@ -91,5 +117,4 @@ class _Telling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self._point()
-        return func(*args, **(kwargs or {}))
+        return self._listener.act(func, *args, **(kwargs or {}))

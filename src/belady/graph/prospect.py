@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from belady.graph.parts import Drawn
@@ -57,11 +57,15 @@ class Prospect:
         it is not launched.
     rehearsed
         Whether the kernels of the plan have run.
+    scarce
+        Points of rehearsals of the plan at which there was no room.
     lies
         Where inputs that do not last have lain in all iterations that might be launched, by place;
         0 where that was not always the same, None before the first.
     counted_bytes
         Copies of inputs that the plan in force leaves room for.
+    crowded
+        Whether there was no room for blocks that were packed: they are once more, and then not.
     """
 
     way: Way = Way.ISSUED
@@ -81,8 +85,10 @@ class Prospect:
     packing: Packing | None = None
     tight: bool = False
     rehearsed: bool = False
+    scarce: set[int] = field(default_factory=set)
     lies: dict[int, int] | None = None
     counted_bytes: int = 0
+    crowded: bool = False
 
     @property
     def open(self) -> bool:
@@ -110,6 +116,7 @@ class Prospect:
     def forget(self) -> None:
         """Nothing is known of what an iteration takes."""
         self.events, self.packing, self.rehearsed = (), None, False
+        self.scarce = set()
 
     def unpack(self) -> None:
         """Have a plan be asked for whose blocks are placed as the allocator would."""
@@ -124,9 +131,11 @@ class Prospect:
         copied_bytes
             Of its copies of inputs: of what lies still no longer no plan has left room for one.
         """
-        if self.packs and copied_bytes > self.counted_bytes:
+        more = max(0, copied_bytes - self.counted_bytes)
+        if self.packs and (more or lacking) and not self.crowded:
+            self.crowded = True
             self.forget()
-            self.lacks(1)
+            self.lacks(max(1, lacking - more))
         elif self.packs:
             self.unpack()
         elif lacking:

@@ -4,7 +4,8 @@ Where blocks are packed, a plan for launches leaves the allocator next to nothin
 of memory where they are not: while it is issued, so that kernels are loaded and it is known which
 blocks come and go. So what an op does not read is put to host memory meanwhile, as long as there is
 much of it, and comes back before it is read. Results are the same, and it is slow. What is handed
-out stays: nobody else would have it come back.
+out stays: nobody else would have it come back. Where there is no room all the same, all of it is
+put away, and what has failed is tried once more.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from belady.graph.points import told_of_points
+from belady.graph.away import Value
+from belady.graph.points import Listener, told_of_points
 from belady.graph.program import Program
 from belady.memory.geometry import unseen
 from belady.memory.ledger import Ledger
-from belady.memory.marks import Mark, Notes, lives_of
+from belady.memory.marks import Mark, Notes, lives_of, small_bytes_of
 from belady.simulate.packing import Life, Packing, packed
 from belady.simulate.stretch import SMALL
 
@@ -30,43 +31,6 @@ from belady.simulate.stretch import SMALL
 _MOST_S = 10.0
 
 _Storage = torch.UntypedStorage
-
-
-class _Value:
-    """The bytes of a storage that ops have made, here or elsewhere."""
-
-    def __init__(self, number: int, storage: _Storage) -> None:
-        self.number, self.nbytes = number, storage.nbytes()
-        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._elsewhere: torch.Tensor | None = None
-
-    def there(self) -> _Storage | None:
-        """The storage, unless nobody has it any more."""
-        found: _Storage | None = _Storage._new_with_weak_ptr(self._storage.cdata)
-        return found
-
-    @property
-    def address(self) -> int:
-        """Where the bytes are; 0 where nobody has the storage, or it has none."""
-        storage = self.there()
-        return 0 if storage is None else storage.data_ptr()
-
-    def copy_away(self) -> None:
-        """Copy the bytes to host memory."""
-        if (storage := self.there()) is not None:
-            elsewhere = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-            self._elsewhere = elsewhere.copy_(_bytes_of(storage))
-
-    def copy_back(self) -> None:
-        """Copy the bytes to the device again."""
-        if (storage := self.there()) is not None and self._elsewhere is not None:
-            _bytes_of(storage).copy_(self._elsewhere)
-        self._elsewhere = None
-
-    def resize(self, nbytes: int) -> None:
-        """Give up the device's bytes, or take others."""
-        if (storage := self.there()) is not None:
-            storage.resize_(nbytes)
 
 
 class Rehearsal:
@@ -78,8 +42,17 @@ class Rehearsal:
         Of what ops have made so much may stay on the device, beside what the next one reads.
     host_bytes
         So much of it may be in host memory.
+    scarce
+        Numbers of the points at which there was no room, under the same plan: there nothing else
+        stays from the first. Those of this one are added.
     then
         To be called when a backward is over that was listened to.
+
+    Attributes
+    ----------
+    flawed
+        Whether there was no room at a point: what has failed there has left blocks that no other
+        iteration takes.
     """
 
     def __init__(
@@ -87,20 +60,24 @@ class Rehearsal:
         device: torch.device,
         most_bytes: int,
         host_bytes: int,
+        scarce: set[int],
         then: Callable[[], None],
     ) -> None:
         self._device, self._then = device, then
+        self._scarce, self.flawed = scarce, False
+        self._listener = Listener(self._point, self._starved)
         self._most, self._host_bytes = most_bytes, host_bytes
         self._ledger, self._notes = Ledger(device), Notes()
         self._points = self._numbers = 0
         # By the name (``_cdata``) of the storage; what was read last is at the end.
-        self._here: dict[int, _Value] = {}
-        self._away: dict[int, _Value] = {}
+        self._here: dict[int, Value] = {}
+        self._away: dict[int, Value] = {}
         self._constants: set[int] = set()
         self._others: set[int] = set()
         self._managed: set[int] = set()
         self._read: list[int] = []
         self._lives: Sequence[Life] = ()
+        self._small_bytes = 0
 
     def program(self, program: Program) -> Program:
         """What is to run instead."""
@@ -117,14 +94,15 @@ class Rehearsal:
     def before(self, *values: Any) -> None:
         """A statement comes, which reads these values: have them here, and not much else."""
         with unseen():
+            read = self._read = [it._cdata for it in _storages(values)]
             self._point()
             self._forget()
-            read = self._read = [it._cdata for it in _storages(values)]
             back = {it: self._away[it] for it in read if it in self._away}
             # As it is read it is what was read last.
             self._here |= {it: self._here.pop(it) for it in dict.fromkeys(read) if it in self._here}
-            self._put_away(set(read), sum(it.nbytes for it in back.values()))
-            self._bring(back)
+            coming = sum(it.nbytes for it in back.values())
+            self._put_away(set(read), self._here_bytes + coming - self._most)
+            self._listener.patiently(self._bring, back)
 
     def made(self, *values: Any) -> None:
         """Ops have made these values."""
@@ -134,7 +112,7 @@ class Rehearsal:
             new = name not in self._here and name not in self._read
             ours = new and here and name not in self._others and storage.resizable()
             if ours and storage.nbytes() > SMALL:
-                self._here[name] = _Value(self._numbers, storage)
+                self._here[name] = Value(self._numbers, storage)
                 self._numbers += 1
 
     def held(self, *values: Any) -> None:
@@ -147,7 +125,7 @@ class Rehearsal:
         self._others = self._constants.union(it._cdata for it in _storages(args))
         self._ledger.begin()
         with self._listened():
-            results, saved, versions = run(args, *rest)
+            results, saved, versions = run(args, *self._patient(*rest))
             self.before(*results)
             # A launch copies results; what backward needs of them stays.
             needed = self._managed.union(it._cdata for it in _storages(saved))
@@ -163,12 +141,13 @@ class Rehearsal:
         self._notes.given = [(it.untyped_storage().data_ptr(), it.nbytes) for it in tensors]
         self._others |= {it._cdata for it in _storages(args)}
         with self._listened():
-            gradients = run(saved, args, *rest)
+            gradients = run(saved, args, *self._patient(*rest))
             self.before(*gradients)
         self._hand_out(gradients)
         listened, events = self._ledger.listens, self._ledger.end()
-        if events:
+        if events and not self.flawed:
             self._lives = lives_of(events, self._ledger.addresses, self._notes)
+            self._small_bytes = small_bytes_of(events)
         if listened:
             self._then()
         return gradients
@@ -180,18 +159,41 @@ class Rehearsal:
 
     def packing(self) -> Packing | None:
         """Of the blocks of a forward and its backward; None where nobody could listen."""
-        return packed(self._lives, SMALL, _MOST_S) if self._lives else None
+        if not self._lives:
+            return None
+        return packed(self._lives, SMALL, _MOST_S)._replace(small_bytes=self._small_bytes)
 
     @contextmanager
     def _listened(self) -> Iterator[None]:
         self._mark(Mark.BEGIN)
-        with told_of_points(self._point):
+        with told_of_points(self._listener):
             yield
         self._mark(Mark.END)
+
+    def _patient(self, contents: Any, *rest: Any) -> tuple[Any, ...]:
+        return _Patient(contents, self._listener), *rest
 
     def _point(self) -> None:
         self._points += 1
         self._mark(Mark.POINT)
+        if self._points in self._scarce:
+            self._make_room()
+
+    def _starved(self) -> bool:
+        self.flawed = True
+        self._scarce.add(self._points)
+        return self._make_room()
+
+    def _make_room(self) -> bool:
+        """Have nothing here but what is read, in one piece; whether anything was elsewhere."""
+        with unseen():
+            self._forget()
+            read = [it for it in dict.fromkeys(self._read) if it in self._here]
+            moved = bool(self._here)
+            self._put_away(set(), self._here_bytes)
+            torch.cuda.empty_cache()
+            self._bring({it: self._away[it] for it in read if it in self._away})
+            return moved
 
     def _mark(self, mark: Mark) -> None:
         # Another one may listen, whose marks these would not be.
@@ -209,11 +211,14 @@ class Rehearsal:
                 del self._away[name]
                 self._notes.gone.append((value.number, self._points - 1))
 
-    def _put_away(self, read: set[int], coming: int) -> None:
-        """Put away what was not read for longest, until what is here and is coming is not much."""
-        over = sum(it.nbytes for it in self._here.values()) + coming - self._most
+    @property
+    def _here_bytes(self) -> int:
+        return sum(it.nbytes for it in self._here.values())
+
+    def _put_away(self, read: set[int], over: int) -> None:
+        """Put away so much of what is not read, first of all what was not for longest."""
         room = self._host_bytes - sum(it.nbytes for it in self._away.values())
-        away = dict[int, _Value]()
+        away = dict[int, Value]()
         for name, value in self._here.items():
             if over <= 0 or value.nbytes > room:
                 break
@@ -229,19 +234,38 @@ class Rehearsal:
         for name in away:
             self._away[name] = self._here.pop(name)
 
-    def _bring(self, back: dict[int, _Value]) -> None:
+    def _bring(self, back: dict[int, Value]) -> None:
         if back:
-            self._moved(Mark.BACK, back, lambda value: value.nbytes)
+            try:
+                self._moved(Mark.BACK, back, lambda value: value.nbytes)
+            except torch.OutOfMemoryError:
+                for value in back.values():
+                    value.resize(0)
+                raise
             self._notes.back.append({value.address: value.number for value in back.values()})
         for name, value in back.items():
             value.copy_back()
             self._here[name] = self._away.pop(name)
 
-    def _moved(self, mark: Mark, values: dict[int, _Value], size: Callable[[_Value], int]) -> None:
+    def _moved(self, mark: Mark, values: dict[int, Value], size: Callable[[Value], int]) -> None:
         self._mark(mark)
         for value in values.values():
             value.resize(size(value))
         self._mark(Mark.OVER)
+
+
+class _Patient:
+    """Contents of an iteration, whose values come back although there was no room at first."""
+
+    def __init__(self, contents: Any, listener: Listener) -> None:
+        self._contents, self._listener = contents, listener
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._contents, name)
+
+    def bring(self, value: int) -> None:
+        """Have a value on its way back, or decoded."""
+        self._listener.patiently(self._contents.bring, value)
 
 
 def _storages(values: Iterable[Any]) -> Iterator[_Storage]:
@@ -251,7 +275,3 @@ def _storages(values: Iterable[Any]) -> Iterator[_Storage]:
             yield value.untyped_storage()
         elif isinstance(value, (list, tuple)):
             yield from _storages(value)
-
-
-def _bytes_of(storage: _Storage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

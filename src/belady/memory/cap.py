@@ -16,6 +16,8 @@ from belady.memory.workspaces import put_first
 _MIB = 2**20
 # What torch maps at least, of an expandable segment of large blocks.
 PAGE_BYTES = 20 * _MIB
+# The same, of small blocks.
+SMALL_PAGE_BYTES = 2 * _MIB
 # Of a budget, what is not set aside: one page that the cap stays below it, and one for what nobody
 # foretells.
 SPARE_BYTES = 2 * PAGE_BYTES

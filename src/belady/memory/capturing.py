@@ -10,8 +10,17 @@ import torch
 from belady.memory.filling import Filling
 from belady.simulate.holes import Holes
 from belady.simulate.stretch import Event
+from belady.units import format_bytes
 
 T = TypeVar("T")
+
+
+class LackingError(RuntimeError):
+    """There is no room for blocks that are packed: so many bytes are lacking."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"packed blocks have no room: {format_bytes(nbytes)} are lacking")
+        self.nbytes = nbytes
 
 
 class Capturing(Protocol):

@@ -16,7 +16,15 @@ from typing import TypeVar
 import torch
 
 from belady.memory.apart import count_as_ours, others_have_pools
-from belady.memory.cap import PAGE_BYTES, WALL_BYTES, set_aside, tear_down, walls
+from belady.memory.cap import (
+    PAGE_BYTES,
+    SMALL_PAGE_BYTES,
+    WALL_BYTES,
+    set_aside,
+    tear_down,
+    walls,
+)
+from belady.memory.capturing import LackingError
 from belady.memory.filling import Filling, PoolMemory
 from belady.memory.lent import Lent, blocks_held, come_and_go, is_lent, take_back
 from belady.memory.streams import current_stream
@@ -123,10 +131,16 @@ class Launches:
 
         Under a cap torch maps more at the end of a piece only where there is room for all that is
         asked for, however much of it is free there: so what a pool is to have it is given at once.
+
+        Raises
+        ------
+        LackingError
+            If there is no room for all that is packed.
         """
         packs = self._packing is not None
         if packs:
             take_for_capture(self._device)
+            self._check_room()
         if self.holes is not None:
             # Small blocks have pages of their own.
             set_aside(self._device, min(self._room_bytes, self._wanted()) - PAGE_BYTES)
@@ -147,6 +161,15 @@ class Launches:
             return self._room_bytes
         reserved = torch.cuda.memory_reserved(self._device)
         return reserved + self._packing.end + WALL_BYTES + 2 * PAGE_BYTES
+
+    def _check_room(self) -> None:
+        # To find out as blocks come takes as long as a capture does.
+        assert self._packing is not None
+        large = _in_pages(self._packing.end + WALL_BYTES, PAGE_BYTES)
+        small = _in_pages(self._packing.small_bytes, SMALL_PAGE_BYTES)
+        lacking = self.reserved_bytes + large + small - self._room_bytes
+        if lacking > 0:
+            raise LackingError(lacking)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture, also one that the driver has ended because of what was issued.
@@ -264,6 +287,10 @@ def captures(device: torch.device) -> bool:
     a graph of theirs may have been captured with them.
     """
     return device.type == "cuda" and not others_have_pools(device)
+
+
+def _in_pages(nbytes: int, page_bytes: int) -> int:
+    return -(-nbytes // page_bytes) * page_bytes
 
 
 def _small_bytes(device: torch.device, of: str) -> int:

@@ -6,14 +6,14 @@ a size that nothing else has, taken and given back at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
 
 from belady.simulate.packing import Life
-from belady.simulate.stretch import LEAST, SMALL, Event
+from belady.simulate.stretch import LEAST, SMALL, Event, end_of
 
 
 class Mark(IntEnum):
@@ -90,6 +90,23 @@ def lives_of(events: Sequence[Event], addresses: Sequence[int], notes: Notes) ->
         return []
 
 
+def small_bytes_of(events: Iterable[Event]) -> int:
+    """What small blocks of an iteration take, which have pages of their own; marks are none."""
+    blocks = set[int]()
+    found = list[Event]()
+    for block, nbytes in events:
+        if 0 < nbytes <= SMALL and nbytes not in _MARKS:
+            blocks.add(block)
+            found.append((block, _rounded(nbytes)))
+        elif not nbytes and block in blocks:
+            found.append((block, 0))
+    return end_of(found, 0)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // LEAST) * LEAST
+
+
 class _Reader:
     def __init__(self, addresses: Sequence[int], notes: Notes) -> None:
         self._addresses, self._notes = addresses, notes
@@ -163,7 +180,7 @@ class _Reader:
 
     def _comes(self, block: int, nbytes: int) -> None:
         self._of[block] = len(self._found)
-        self._found.append([-(-nbytes // LEAST) * LEAST, self._moment, -1, -1])
+        self._found.append([_rounded(nbytes), self._moment, -1, -1])
 
     def _goes(self, block: int) -> None:
         if block in self._of:

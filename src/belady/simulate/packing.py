@@ -41,11 +41,15 @@ class Life(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Blocks, in the order in which they come; where each begins, and where the highest ends."""
+    """Blocks, in the order in which they come; where each begins, and where the highest ends.
+
+    ``small_bytes`` is what blocks take that are too small to be packed, in pages of their own.
+    """
 
     lives: Sequence[Life]
     addresses: Sequence[int]
     end: int
+    small_bytes: int = 0
 
 
 def held_bytes(lives: Sequence[Life]) -> int:

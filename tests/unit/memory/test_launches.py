@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from belady.ir.trace import Tier
-from belady.memory.cap import enforce
+from belady.memory.cap import PAGE_BYTES, SMALL_PAGE_BYTES, WALL_BYTES, enforce
+from belady.memory.capturing import LackingError
 from belady.memory.fixed import FixedCarrier
 from belady.memory.lanes import lanes_for
 from belady.memory.launches import Launches
 from belady.simulate.holes import Holes
+from belady.simulate.packing import Life, Packing
 
 DEVICE = torch.device("cuda", 0)
 MANY = 1 << 20
@@ -82,6 +84,24 @@ def test_blocks_of_a_pool_lie_between_its_walls() -> None:
     assert ends((64 * MANY,), 64, 32) == [64, 98]
     # The larger one has the hole, whatever is asked for first, and the smaller what is left.
     assert ends((64 * MANY, 32 * MANY), 32, 64, 16) == [98, 64, 116]
+
+
+@pytest.mark.usefixtures("expandable")
+def test_packed_blocks_that_have_no_room_are_known_at_once() -> None:
+    packing = Packing([Life(3 * PAGE_BYTES - WALL_BYTES, 0, 0)], (0,), 3 * PAGE_BYTES - WALL_BYTES)
+    packing = packing._replace(small_bytes=SMALL_PAGE_BYTES + 1)
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved(DEVICE) + 3 * PAGE_BYTES + 2 * SMALL_PAGE_BYTES
+    enough = Launches(DEVICE, (), room, packing)
+    enough.capture(lambda: enough.divide() and None)
+    enough.over()
+    enough.forget()
+    little = Launches(DEVICE, (), room - 5, packing)
+    with pytest.raises(LackingError, match="5 B are lacking") as found:
+        little.capture(little.divide)
+    assert found.value.nbytes == 5
+    little.over()
+    little.forget()
 
 
 @pytest.mark.parametrize("holes", [None, ()])

@@ -1,0 +1,148 @@
+"""Rehearsals and captures of packed blocks where there is little room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import belady
+from belady.graph import launching, listening, points, rehearsal
+from belady.graph.rehearsal import Rehearsal
+from belady.measure import verification
+from belady.measure.verification import Verification
+from belady.memory.capturing import LackingError
+from tests.parity.test_graph_launched import CNN, GPT, ITERATIONS, at_random
+from tests.parity.test_graph_packed import NOTHING
+from tests.support.launches import Rerun, launching_on_a_cpu
+from tests.support.models import Task
+from tests.support.training import Training, differences, plain, repeatable
+
+# Of the points of an iteration, those at which there is no room for what else is there.
+_EVERY = 5
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    with repeatable():
+        yield
+    torch._dynamo.reset()
+
+
+def crowded(it: Rehearsal, act: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs out of memory at some points, unless nothing is there that it does not read."""
+
+    def tried(*args: Any, **kwargs: Any) -> Any:
+        if it._points % _EVERY == 0 and not {*it._here} <= {*it._read}:
+            raise torch.OutOfMemoryError("no room")
+        return act(*args, **kwargs)
+
+    return tried
+
+
+def train(task: Task, policy: str, monkeypatch: pytest.MonkeyPatch) -> list[Rehearsal]:
+    """Train with rehearsals that have little room, and compare; all of them, in order."""
+    expected = Training(task).run(plain, ITERATIONS).outcome()
+    training, made, patiently = Training(task), list[Rehearsal](), points.Listener.patiently
+    launching_on_a_cpu(monkeypatch, training.models)
+    init = Rehearsal.__init__
+
+    def noted(self: Rehearsal, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+
+    def scarcely(self: points.Listener, act: Any, *args: Any, **kwargs: Any) -> Any:
+        (it,) = (it for it in made[-1:] if it._listener is self)
+        return patiently(self, crowded(it, act), *args, **kwargs)
+
+    monkeypatch.setattr(Rehearsal, "__init__", noted)
+    monkeypatch.setattr(points.Listener, "patiently", scarcely)
+    monkeypatch.setattr(launching, "packs", lambda device: True)
+    monkeypatch.setattr(listening, "_STAYS", 1.0)
+    monkeypatch.setattr(rehearsal, "SMALL", 0)
+    monkeypatch.setattr(Rehearsal, "packing", lambda self: NOTHING)
+    with belady.virtualize(training.models, "1GiB", policy=policy, engine="graph"):
+        training.run(plain, ITERATIONS)
+    assert differences(expected, training.outcome()) == []
+    return made
+
+
+@pytest.mark.parametrize("policy", ["baseline", "vdnn_all", "hybrid"])
+@pytest.mark.parametrize("task", [CNN, GPT], ids=lambda it: it.name)
+def test_where_there_is_no_room_all_else_is_put_away(
+    task: Task, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = train(task, policy, monkeypatch)
+    # What has failed has left blocks of its own: once more, with room where there was none.
+    clean = next(number for number, it in enumerate(made) if not it.flawed)
+    assert 1 <= clean <= 3
+    assert made[0]._scarce is made[clean]._scarce
+    assert any(made[clean]._notes.back)
+    assert not any(it.flawed for it in made[clean:])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_so_it_is_for_what_any_plan_brings_back(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, patient = set[int](), rehearsal._Patient.bring
+
+    def noting(self: rehearsal._Patient, value: int) -> None:
+        contents, it = self._contents, cast("Any", self._listener.starved).__self__
+
+        def bring(value: int) -> None:
+            if it._here and value not in failed:
+                failed.add(value)
+                raise torch.OutOfMemoryError("no room")
+            contents.bring(value)
+
+        patient(rehearsal._Patient(SimpleNamespace(bring=bring), self._listener), value)
+
+    monkeypatch.setattr(rehearsal._Patient, "bring", noting)
+    monkeypatch.setattr(verification, "make_plan", partial(at_random, seed=seed))
+    train(CNN, "vdnn_all", monkeypatch)
+    assert failed
+
+
+def test_where_there_is_none_at_all_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = points.Listener(lambda: None)
+    tried = list[int]()
+
+    def never(number: int) -> None:
+        tried.append(number)
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        listener.act(never, 1)
+    assert tried == [1]
+    with pytest.raises(torch.OutOfMemoryError):
+        points.Listener(lambda: None, lambda: True).act(never, 2)
+    assert tried == [1, 2, 2]
+
+
+def test_what_a_capture_lacks_another_plan_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known before anything is captured."""
+    training, asked, planned = Training(CNN), list[tuple[int, bool]](), Verification.launched
+    launching_on_a_cpu(monkeypatch, training.models)
+    lacking = 12_345
+
+    def note(self: Verification, *given: Any, packed: bool = False) -> Any:
+        asked.append((given[2], packed))
+        return planned(self, *given, packed=packed)
+
+    def divide(self: Rerun) -> None:
+        if len(asked) == 1:
+            raise LackingError(lacking)
+
+    monkeypatch.setattr(Rerun, "divide", divide)
+    monkeypatch.setattr(Verification, "launched", note)
+    monkeypatch.setattr(launching, "packs", lambda device: True)
+    monkeypatch.setattr(Rehearsal, "packing", lambda self: NOTHING)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
+        training.run(plain, ITERATIONS)
+        assert any("launched in one piece" in it for it in vm.report().splitlines())
+    (first, packed), again = asked
+    assert packed
+    assert again == (first + lacking, True)
