@@ -27,8 +27,8 @@ from belady.memory.marks import Mark, Notes, lives_of, small_bytes_of
 from belady.simulate.packing import Life, Packing, packed
 from belady.simulate.stretch import SMALL
 
-# Seconds for which blocks are packed in other ways.
-_MOST_S = 10.0
+# Seconds for which blocks are packed in other ways, and of how many blocks each more second is.
+_MOST_S, _A_SECOND = 10.0, 500
 
 _Storage = torch.UntypedStorage
 
@@ -161,7 +161,8 @@ class Rehearsal:
         """Of the blocks of a forward and its backward; None where nobody could listen."""
         if not self._lives:
             return None
-        return packed(self._lives, SMALL, _MOST_S)._replace(small_bytes=self._small_bytes)
+        seconds = _MOST_S + len(self._lives) / _A_SECOND
+        return packed(self._lives, SMALL, seconds)._replace(small_bytes=self._small_bytes)
 
     @contextmanager
     def _listened(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ lie, and emptied again afterwards. While an iteration is captured that costs a l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -149,7 +149,7 @@ class Filling:
         """Fill a hole around what is to lie in it; whether blocks lay as they were to."""
         at, end = hole.address, hole.address + hole.nbytes
         pieces = list[tuple[int, int, list[object]]]()
-        for address, nbytes, _ in inside:
+        for address, nbytes in _united(inside):
             if address - at > SMALL:
                 pieces.append((at, address - at, self._fillers))
                 at = address
@@ -166,6 +166,20 @@ class Filling:
             if address != at:
                 return False
         return True
+
+
+def _united(places: Iterable[_Place]) -> list[tuple[int, int]]:
+    """Places, the lowest first, as address and bytes; those on one another are one.
+
+    Of such two the first is gone before the second comes.
+    """
+    found = list[tuple[int, int]]()
+    for address, nbytes, _ in places:
+        if found and address < sum(found[-1]):
+            begin, before = found.pop()
+            nbytes, address = max(before, address + nbytes - begin), begin
+        found.append((address, nbytes))
+    return found
 
 
 def _holds(hole: Hole, place: _Place) -> bool:

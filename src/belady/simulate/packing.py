@@ -24,6 +24,8 @@ from belady.simulate.stretch import LEAST, divided
 _WORSE = 0.03
 # How often another block is moved too.
 _ANOTHER = 0.3
+# Gaps that are tried until a block lies as it would come to lie.
+_TRIED = 16
 # What is lost of what is held at once that is not worth another order.
 _ENOUGH = 0.005
 
@@ -81,19 +83,24 @@ def packed(lives: Sequence[Life], small: int, most_s: float) -> Packing:
     best = min((search.of(order) for order in search.orders()), key=_lowest)
     here, rng = best, random.Random(0)
     while best.end > enough and perf_counter() < until:
-        other = search.of(_moved(here, rng))
-        if _lowest(other) <= _lowest(here) or rng.random() < _WORSE:
+        mended = here.hanging and rng.random() * (1 + len(here.blamed)) > 1
+        other = search.of(search.mended(here, rng) if mended else _moved(here, rng))
+        if mended or _lowest(other) <= _lowest(here) or rng.random() < _WORSE:
             here = other
         best = min(best, other, key=_lowest)
     return Packing(lives, best.addresses, best.end)
 
 
 class _Tried(NamedTuple):
-    """An order, the addresses it leads to, and blocks that the end or what lies below blames."""
+    """An order, and the addresses it leads to.
+
+    The end counts what is ``hanging`` twice. Blamed are the blocks that do, else those at the end.
+    """
 
     order: list[int]
     addresses: list[int]
     end: int
+    hanging: bool
     blamed: list[int]
 
 
@@ -124,14 +131,23 @@ class _Search:
         self._sizes, self._first, self._last = (
             np.array([it[field] for it in lives], dtype=np.int64) for field in range(3)
         )
+        numbers, gone = np.arange(len(lives)), np.array([it.gone for it in lives], dtype=np.int64)
+        # What goes before another one comes at the same moment can lie where that does.
         self._beside = [
-            np.flatnonzero((self._first <= it.last) & (self._last >= it.first)) for it in lives
+            np.flatnonzero(
+                (self._first <= it.last)
+                & (self._last >= it.first)
+                & (numbers < it.gone)
+                & (gone > number)
+            )
+            for number, it in enumerate(lives)
         ]
 
         moments = dict[int, list[int]]()
         for block, it in enumerate(lives):
             moments.setdefault(it.first, []).append(block)
         self._together = [blocks for blocks in moments.values() if len(blocks) > 1]
+        self._mates = {it: blocks for blocks in self._together for it in blocks}
 
     def orders(self) -> list[list[int]]:
         """Orders to begin with: large blocks first, those that stay long, or both at once."""
@@ -148,28 +164,58 @@ class _Search:
         below = np.full(len(order), -1, dtype=np.int64)
         for block in order:
             beside = self._beside[block]
-            below[block] = self._tightest(block, beside[below[beside] >= 0], below)
+            below[block] = self._placed(block, beside[below[beside] >= 0], below)
         ends = below + self._sizes
         end = int(ends.max(initial=0))
-        blamed = self._hanging(below, ends)
+        hanging = self._hanging(below, ends)
         # What hangs has to lie elsewhere: as much as it takes counts as missing.
-        end += sum(int(self._sizes[it]) for it in blamed)
-        blamed = blamed or [int(it) for it in np.flatnonzero(ends == ends.max(initial=0))]
-        return _Tried(order, [int(it) for it in below], end, blamed)
+        end += sum(int(self._sizes[it]) for it in hanging)
+        blamed = hanging or [int(it) for it in np.flatnonzero(ends == ends.max(initial=0))]
+        return _Tried(order, [int(it) for it in below], end, bool(hanging), blamed)
 
-    def _tightest(self, block: int, others: np.ndarray, below: np.ndarray) -> int:
-        """The lowest address of the smallest gap between others that holds the block."""
+    def mended(self, tried: _Tried, rng: random.Random) -> list[int]:
+        """An order in which what hangs comes with all that comes at the same moment."""
+        place = {block: float(number) for number, block in enumerate(tried.order)}
+        for block in tried.blamed:
+            mates = [*self._mates.get(block, ())]
+            rng.shuffle(mates)
+            least = min((place[it] for it in mates), default=rng.random() * place[block])
+            for number, it in enumerate(mates or [block]):
+                place[it] = least + (number - len(mates)) / (len(mates) + 1)
+        return sorted(place, key=place.__getitem__)
+
+    def _placed(self, block: int, others: np.ndarray, below: np.ndarray) -> int:
+        """Where a block is to lie: in the tightest gap in which it would come to lie, if any."""
+        found = self._gaps(block, others, below)
+        mates = [it for it in self._mates.get(block, ()) if it == block or below[it] >= 0]
+        if len(mates) > 1:
+            # Of equal holes the lowest is used first.
+            equal = [it for it in mates if it != block and self._sizes[it] == self._sizes[block]]
+            low = max((below[it] for it in equal if it < block), default=-1)
+            high = min((below[it] for it in equal if it > block), default=1 << 62)
+            for address in [it for it in found if low < it < high][:_TRIED]:
+                below[block] = address
+                if self._first_astray(mates, below) < 0:
+                    return address
+        return found[0]
+
+    def _gaps(self, block: int, others: np.ndarray, below: np.ndarray) -> list[int]:
+        """Addresses in gaps between others that hold the block, the tightest first, and the end."""
         if not len(others):
-            return 0
+            return [0]
         others = others[np.argsort(below[others], kind="stable")]
         starts = below[others]
         ends = np.maximum.accumulate(starts + self._sizes[others])
         begins = np.concatenate(([0], ends))
         gaps = starts - begins[:-1]
         fits = np.flatnonzero(gaps >= self._sizes[block])
-        if not len(fits):
-            return int(begins[-1])
-        return int(begins[fits[np.argmin(gaps[fits])]])
+        tightest = fits[np.argsort(gaps[fits], kind="stable")]
+        # What lies right above another one is of one hole with it, if that comes now, too; apart
+        # from it, with room for what fills what is between, it has its own.
+        wide = tightest[gaps[tightest] > self._sizes[block] + self._small]
+        end = int(begins[-1])
+        found = (*begins[tightest], *(starts[wide] - self._sizes[block]))
+        return [*(int(it) for it in found), end, end + self._small + LEAST]
 
     def _hanging(self, below: np.ndarray, ends: np.ndarray) -> list[int]:
         """Blocks that would come to lie lower than they are to.
@@ -217,7 +263,8 @@ class _Search:
             address, nbytes = int(below[block]), int(self._sizes[block])
             last = holes[-1] if holes else None
             if last is not None and address - (last.address + last.nbytes) <= self._small:
-                holes[-1] = _Hole(address + nbytes - last.address, last.address)
+                end = max(address + nbytes, last.address + last.nbytes)
+                holes[-1] = _Hole(end - last.address, last.address)
             else:
                 holes.append(_Hole(nbytes, address))
         return holes

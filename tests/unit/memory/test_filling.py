@@ -66,6 +66,8 @@ def carried_out(memory: OneStretch, filling: Filling, packing: Packing) -> list[
             for before in [it for it in held if packing.lives[it].last < life.first]:
                 del held[before]
             filling.point()
+        for before in [it for it in held if packing.lives[it].gone <= number]:
+            del held[before]
         at, held[number] = memory.take(life.nbytes)
         found.append(at)
     filling.close()
