@@ -281,9 +281,12 @@ def test_what_is_given_out_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(torch.equal(it, before) for it, before in kept)
 
 
-@pytest.mark.parametrize(("without", "asked"), [(0.99, False), (0.97, True)])
-def test_launches_are_planned_for_only_where_the_host_is_late(
-    without: float, asked: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("without", "loses", "asked"),
+    [(0.99, False, False), (0.97, False, True), (0.99, True, True)],
+)
+def test_launches_are_planned_for_only_where_the_host_is_late_or_time_is_lost(
+    without: float, loses: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gains, found, launched = launching._GAINS, list[Plan](), Verification.launched
 
@@ -298,6 +301,7 @@ def test_launches_are_planned_for_only_where_the_host_is_late(
 
     monkeypatch.setattr(Verification, "launched", noted)
     monkeypatch.setattr(planning, "freed", freed)
+    monkeypatch.setattr(planning, "loses", lambda *_: loses)
     train(CNN, plain, "vdnn_all", monkeypatch)
     assert bool(found) is asked
 

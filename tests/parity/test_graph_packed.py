@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import belady
-from belady.graph import launching, listening, rehearsal
+from belady.graph import launching, listening, prospect, rehearsal
 from belady.graph.iteration import Iteration
 from belady.graph.launched import Launched
 from belady.graph.launching import Launching
@@ -201,8 +201,8 @@ def test_what_cannot_be_packed_is_placed_as_ever(
     monkeypatch.setattr(Verification, "launched", note)
     if fails == "capture":
         monkeypatch.setattr(Rerun, "capture", lacking)
-        # Once more with more room.
-        _, _ = train(CNN, plain, "vdnn_all", monkeypatch)
+        monkeypatch.setattr(prospect, "_CROWDED", 1)
+        assert len(train(CNN, plain, "vdnn_all", monkeypatch)) == 2
     else:
         expected = Training(CNN).run(plain, ITERATIONS).outcome()
         training = Training(CNN)
@@ -212,6 +212,7 @@ def test_what_cannot_be_packed_is_placed_as_ever(
             # Nobody listens on a CPU, so nothing is known of its blocks.
             training.run(plain, ITERATIONS)
         assert differences(expected, training.outcome()) == []
+    # Once more with more room.
     assert asked == ([True, True, False] if fails == "capture" else [True, False])
 
 

@@ -37,6 +37,8 @@ DIVISIONS = 8
 _MOST_S = 15.0
 # Part of the room that a capture is taken to lack which runs out of memory.
 _PART = 40
+# The same, of what blocks may take more that are packed anew.
+_CHANCE = 200
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Attempt:
         except (RuntimeError, TierFullError) as error:
             _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
             if isinstance(error, LackingError):
-                lacking = error.nbytes
+                lacking = error.nbytes + self.room_bytes // _CHANCE
                 _log.info("%s", self._packed())
             elif isinstance(error, torch.OutOfMemoryError):
                 lacking = max(1, self.room_bytes // _PART)

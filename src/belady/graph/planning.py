@@ -229,15 +229,15 @@ class Planning:
     def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, measured: Measured) -> bool:
         """Put a plan in force for launches, where that may gain; ``follows`` comes otherwise.
 
-        Where the host is late, or where a plan that loses time has more room with packed blocks.
+        Where the host is late, or where a plan loses time, which has more room then.
         """
         prospect, plan, least = kind.prospect, follows.plan, min(measured.iterations)
         late = gains(*freed(drawn.trace, follows.hardware, plan))
-        if not late and not (prospect.packs and loses(drawn.trace, plan)):
+        if not late and not loses(drawn.trace, plan):
             prospect.asked, prospect.way = True, Way.ISSUED
             return False
         prospect.counted_bytes = fixed_bytes(kind)
-        beside = prospect.counted_bytes + prospect.between_bytes + (prospect.lacking_bytes or 0)
+        beside = prospect.beside_bytes
         prospect.asked = False
         try:
             numerics = self._numerics(kind)

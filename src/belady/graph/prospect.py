@@ -13,6 +13,10 @@ from belady.simulate.holes import Holes
 from belady.simulate.packing import Packing
 from belady.simulate.stretch import Event
 
+# How often blocks are packed that had no room. Of a plan with more room others are packed, and
+# nobody foretells what is lost between them.
+_CROWDED = 3
+
 
 class Way(Enum):
     """How iterations under a plan run: op by op, as they were captured, or that is to be seen."""
@@ -64,8 +68,9 @@ class Prospect:
         0 where that was not always the same, None before the first.
     counted_bytes
         Copies of inputs that the plan in force leaves room for.
-    crowded
-        Whether there was no room for blocks that were packed: they are once more, and then not.
+    crowded, crowded_bytes
+        How often there was no room for blocks that were packed, and what was lacking in all: it is
+        left of every budget.
     """
 
     way: Way = Way.ISSUED
@@ -88,7 +93,14 @@ class Prospect:
     scarce: set[int] = field(default_factory=set)
     lies: dict[int, int] | None = None
     counted_bytes: int = 0
-    crowded: bool = False
+    crowded: int = 0
+    crowded_bytes: int = 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """What a plan for launches leaves of its budget."""
+        lacking = self.crowded_bytes + (self.lacking_bytes or 0)
+        return self.counted_bytes + self.between_bytes + lacking
 
     @property
     def open(self) -> bool:
@@ -122,6 +134,7 @@ class Prospect:
         """Have a plan be asked for whose blocks are placed as the allocator would."""
         self.forget()
         self.packs, self.lacking_bytes, self.holes = False, 1, None
+        self.crowded_bytes = 0
 
     def failed(self, lacking: int, copied_bytes: int) -> None:
         """A capture came to nothing, which lacked so many bytes: have another plan be asked for.
@@ -132,10 +145,11 @@ class Prospect:
             Of its copies of inputs: of what lies still no longer no plan has left room for one.
         """
         more = max(0, copied_bytes - self.counted_bytes)
-        if self.packs and (more or lacking) and not self.crowded:
-            self.crowded = True
+        if self.packs and (more or lacking) and self.crowded < _CROWDED:
+            self.crowded += 1
+            self.crowded_bytes += max(0, lacking - more)
             self.forget()
-            self.lacks(max(1, lacking - more))
+            self.lacks(1)
         elif self.packs:
             self.unpack()
         elif lacking:
