@@ -12,10 +12,12 @@ import torch
 
 import belady
 from belady.graph import launching, listening, points, rehearsal
+from belady.graph.away import Value
 from belady.graph.rehearsal import Rehearsal
 from belady.measure import verification
 from belady.measure.verification import Verification
 from belady.memory.capturing import LackingError
+from belady.memory.carrier import Carrier
 from tests.parity.test_graph_launched import CNN, GPT, ITERATIONS, at_random
 from tests.parity.test_graph_packed import NOTHING
 from tests.support.launches import Rerun, launching_on_a_cpu
@@ -59,6 +61,14 @@ def train(task: Task, policy: str, monkeypatch: pytest.MonkeyPatch) -> list[Rehe
         (it,) = (it for it in made[-1:] if it._listener is self)
         return patiently(self, crowded(it, act), *args, **kwargs)
 
+    carriers, begun = list[Carrier](), launching.Launching.__init__
+
+    def carrying(self: launching.Launching, *args: Any) -> None:
+        begun(self, *args)
+        carriers.append(self._carrier)
+
+    monkeypatch.setattr(launching.Launching, "__init__", carrying)
+    monkeypatch.setattr(rehearsal, "settle", lambda device: carriers[-1]._lanes.drain())
     monkeypatch.setattr(Rehearsal, "__init__", noted)
     monkeypatch.setattr(points.Listener, "patiently", scarcely)
     monkeypatch.setattr(launching, "packs", lambda device: True)
@@ -83,6 +93,24 @@ def test_where_there_is_no_room_all_else_is_put_away(
     assert made[0]._scarce is made[clean]._scarce
     assert any(made[clean]._notes.back)
     assert not any(it.flawed for it in made[clean:])
+
+
+def test_what_is_managed_moves_where_it_lies_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved, copy_away, held = set[Value](), Value.copy_away, Rehearsal.held
+    managed = set[Value]()
+
+    def noted(self: Value) -> None:
+        moved.add(self)
+        copy_away(self)
+
+    def holding(self: Rehearsal, *values: Any) -> None:
+        held(self, *values)
+        managed.update(self._held.values())
+
+    monkeypatch.setattr(Value, "copy_away", noted)
+    monkeypatch.setattr(Rehearsal, "held", holding)
+    train(CNN, "vdnn_all", monkeypatch)
+    assert moved & managed
 
 
 @pytest.mark.parametrize("seed", range(2))

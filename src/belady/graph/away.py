@@ -27,6 +27,12 @@ class Value:
         storage = self.there()
         return 0 if storage is None else storage.data_ptr()
 
+    @property
+    def movable(self) -> bool:
+        """Whether the bytes can be given up: not where somebody else shows them."""
+        storage = self.there()
+        return storage is not None and storage.resizable()
+
     def copy_away(self) -> None:
         """Copy the bytes to host memory."""
         if (storage := self.there()) is not None:

@@ -72,6 +72,8 @@ class Rehearsal:
         # By the name (``_cdata``) of the storage; what was read last is at the end.
         self._here: dict[int, Value] = {}
         self._away: dict[int, Value] = {}
+        # What is managed stays where it is, as long as there is room.
+        self._held: dict[int, Value] = {}
         self._constants: set[int] = set()
         self._others: set[int] = set()
         self._managed: set[int] = set()
@@ -118,7 +120,8 @@ class Rehearsal:
     def held(self, *values: Any) -> None:
         """These values are managed from now on, as the plan says."""
         for storage in _storages(values):
-            self._here.pop(storage._cdata, None)
+            if (value := self._here.pop(storage._cdata, None)) is not None:
+                self._held[storage._cdata] = value
             self._managed.add(storage._cdata)
 
     def _forward(self, run: Callable[..., Any], args: list[Any], *rest: Any) -> Any:
@@ -186,14 +189,22 @@ class Rehearsal:
         return self._make_room()
 
     def _make_room(self) -> bool:
-        """Have nothing here but what is read, in one piece; whether anything was elsewhere."""
+        """Have nothing here but what is read or managed, in one piece; whether that was not so.
+
+        What lies in pieces may be managed.
+        """
         with unseen():
+            settle(self._device)
             self._forget()
-            read = [it for it in dict.fromkeys(self._read) if it in self._here]
+            held = {name: it for name, it in self._held.items() if it.movable}
+            stays = [*held, *(it for it in dict.fromkeys(self._read) if it in self._here)]
+            self._here = held | self._here
             moved = bool(self._here)
             self._put_away(set(), self._here_bytes)
             torch.cuda.empty_cache()
-            self._bring({it: self._away[it] for it in read if it in self._away})
+            self._bring({it: self._away[it] for it in stays if it in self._away})
+            for name in held:
+                self._here.pop(name, None)
             return moved
 
     def _mark(self, mark: Mark) -> None:
@@ -204,6 +215,7 @@ class Rehearsal:
 
     def _forget(self) -> None:
         """Note what is gone."""
+        self._held = {it: of for it, of in self._held.items() if of.there() is not None}
         for name, value in [*self._here.items()]:
             if value.there() is None:
                 del self._here[name]
@@ -253,6 +265,12 @@ class Rehearsal:
         for value in values.values():
             value.resize(size(value))
         self._mark(Mark.OVER)
+
+
+def settle(device: torch.device) -> None:
+    """Wait for copies of what is managed, which are under way."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class _Patient:

@@ -8,6 +8,7 @@ lies where it lay when it was captured.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -108,8 +109,9 @@ class Launches:
             try:
                 given = issue()
             except BaseException:
-                # Copies are still on their way on other streams, which ends a capture, too.
-                with suppress(RuntimeError):
+                # Copies are still on their way on other streams, which ends a capture, too. And
+                # torch warns where nothing was captured yet.
+                with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
                     self._end(graph)
                 raise
             self._end(graph)
