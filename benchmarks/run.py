@@ -66,7 +66,7 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         "--at-once", type=options.count, default=1, metavar="N", help="each on a GPU of its own"
     )
     parser.add_argument("--limit-s", type=float, default=540.0, help="of everything")
-    parser.add_argument("--case-limit-s", type=float, default=300.0, help="then it is a crash")
+    parser.add_argument("--case-limit-s", type=float, default=900.0, help="then it is a crash")
 
 
 def run(arguments: argparse.Namespace) -> int:

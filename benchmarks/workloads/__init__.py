@@ -45,6 +45,7 @@ WORKLOADS: Mapping[str, Recipe] = {
     "resnet152": _deep_resnet(2, depth=152, batch=128),
     "resnet1001": _deep_resnet(3, depth=1001, batch=32),
     "resnet1517": _deep_resnet(4, depth=1517, batch=32),
+    "resnet2507": _deep_resnet(5, depth=2507, batch=16),
     "vit": Recipe(vit, toy_vit),
     "gpt2": Recipe(gpt2, toy_gpt2),
     "llama": Recipe(llama, toy_llama),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
@@ -55,14 +56,15 @@ class Packing(NamedTuple):
 
 
 def held_bytes(lives: Sequence[Life]) -> int:
-    """The most that is there at one moment: no packing ends below it."""
-    if not lives:
-        return 0
-    steps = np.zeros(max(it.last for it in lives) + 2, dtype=np.int64)
-    for it in lives:
-        steps[it.first] += it.nbytes
-        steps[it.last + 1] -= it.nbytes
-    return int(steps.cumsum().max())
+    """The most that is there at once: no packing ends below it."""
+    there, held, most = list[tuple[int, int, int]](), 0, 0
+    for number, it in enumerate(lives):
+        while there and there[0][:2] <= (it.first, number):
+            held -= heappop(there)[2]
+        heappush(there, (it.last, it.gone, it.nbytes))
+        held += it.nbytes
+        most = max(most, held)
+    return most
 
 
 def packed(lives: Sequence[Life], small: int, most_s: float) -> Packing:
@@ -83,7 +85,8 @@ def packed(lives: Sequence[Life], small: int, most_s: float) -> Packing:
     best = min((search.of(order) for order in search.orders()), key=_lowest)
     here, rng = best, random.Random(0)
     while best.end > enough and perf_counter() < until:
-        mended = here.hanging and rng.random() * (1 + len(here.blamed)) > 1
+        # The more of them hang, the more often all of them; what is worse then may be better soon.
+        mended = rng.random() * (1 + len(here.astray)) > 1
         other = search.of(search.mended(here, rng) if mended else _moved(here, rng))
         if mended or _lowest(other) <= _lowest(here) or rng.random() < _WORSE:
             here = other
@@ -94,14 +97,15 @@ def packed(lives: Sequence[Life], small: int, most_s: float) -> Packing:
 class _Tried(NamedTuple):
     """An order, and the addresses it leads to.
 
-    The end counts what is ``hanging`` twice. Blamed are the blocks that do, else those at the end.
+    The end counts twice what hangs. Blamed are the blocks that do, else those at the end;
+    ``astray`` are those of the former beside which others come at the same moment.
     """
 
     order: list[int]
     addresses: list[int]
     end: int
-    hanging: bool
     blamed: list[int]
+    astray: list[int]
 
 
 def _lowest(tried: _Tried) -> int:
@@ -171,16 +175,17 @@ class _Search:
         # What hangs has to lie elsewhere: as much as it takes counts as missing.
         end += sum(int(self._sizes[it]) for it in hanging)
         blamed = hanging or [int(it) for it in np.flatnonzero(ends == ends.max(initial=0))]
-        return _Tried(order, [int(it) for it in below], end, bool(hanging), blamed)
+        astray = [it for it in hanging if it in self._mates]
+        return _Tried(order, [int(it) for it in below], end, blamed, astray)
 
     def mended(self, tried: _Tried, rng: random.Random) -> list[int]:
-        """An order in which what hangs comes with all that comes at the same moment."""
+        """An order in which what is astray comes with all that comes at the same moment."""
         place = {block: float(number) for number, block in enumerate(tried.order)}
-        for block in tried.blamed:
-            mates = [*self._mates.get(block, ())]
+        for block in tried.astray:
+            mates = [*self._mates[block]]
             rng.shuffle(mates)
-            least = min((place[it] for it in mates), default=rng.random() * place[block])
-            for number, it in enumerate(mates or [block]):
+            least = min(place[it] for it in mates)
+            for number, it in enumerate(mates):
                 place[it] = least + (number - len(mates)) / (len(mates) + 1)
         return sorted(place, key=place.__getitem__)
 

@@ -99,3 +99,5 @@ def test_the_most_that_is_there_at_one_moment() -> None:
     assert held_bytes([]) == 0
     lives = [Life(2, 0, 1), Life(3, 1, 2), Life(4, 2, 2)]
     assert held_bytes(lives) == 7
+    # The last one comes when the one before it is gone.
+    assert held_bytes([*lives[:2], Life(4, 2, 2, gone=3), Life(5, 2, 2)]) == 8
