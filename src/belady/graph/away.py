@@ -51,5 +51,11 @@ class Value:
             storage.resize_(nbytes)
 
 
+def settle(device: torch.device) -> None:
+    """Wait for copies of what is managed, which are under way."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _bytes_of(storage: _Storage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -14,6 +14,8 @@ from belady.memory.ledger import Ledger
 # Part of what is free when a rehearsal begins that stays on the device of what is made in it; and
 # part of what a host has free that the rest may take meanwhile.
 _STAYS, _HOST = 0.25, 0.5
+# Rehearsals of a plan without room somewhere, after which there is to be no other.
+_FLAWS = 4
 
 
 class Listening:
@@ -73,11 +75,13 @@ class Listening:
         if prospect.packing is not None or not prospect.packs:
             # It was for want of room alone.
             return
-        if not prospect.rehearsed or rehearsal.flawed:
+        prospect.flaws += rehearsal.flawed
+        again = not prospect.rehearsed or rehearsal.flawed
+        if again and prospect.flaws <= _FLAWS:
             # Kernels that are loaded, and measured by those who choose among them, take more.
             prospect.rehearsed = True
             return
-        prospect.packing = rehearsal.packing()
+        prospect.packing = None if again else rehearsal.packing()
         if prospect.packing is None:
             # Somebody else has the allocator listened to, say.
             prospect.unpack()

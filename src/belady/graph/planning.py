@@ -229,7 +229,7 @@ class Planning:
     def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, measured: Measured) -> bool:
         """Put a plan in force for launches, where that may gain; ``follows`` comes otherwise.
 
-        Where the host is late, or where a plan loses time, which has more room then.
+        Where the host is late, or where a plan loses time: launches leave it more room.
         """
         prospect, plan, least = kind.prospect, follows.plan, min(measured.iterations)
         late = gains(*freed(drawn.trace, follows.hardware, plan))

@@ -24,11 +24,12 @@ class Listener:
     """Who is told: ``point`` is called before each.
 
     And ``starved`` where it has run out of memory: whether there is room now, so that it is tried
-    once more.
+    once more. What draws from ``generator`` draws the same then.
     """
 
     point: Callable[[], None]
-    starved: Callable[[], bool] = lambda: False
+    starved: Callable[[], bool] | None = None
+    generator: torch.Generator | None = None
 
     def act(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``plain`` gives."""
@@ -37,18 +38,39 @@ class Listener:
 
     def patiently(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The same of what nobody is told."""
+        if self.starved is None or not _repeats(plain):
+            return plain(*args, **kwargs)
+        before = None if self.generator is None else self.generator.get_state()
+        lacking: torch.OutOfMemoryError | None = None
         try:
             return plain(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            if not self.starved():
-                raise
+        except torch.OutOfMemoryError as error:
+            # Frames of what has failed hold memory.
+            lacking = error.with_traceback(None)
+        if not self.starved():
+            raise lacking
+        if self.generator is not None and before is not None:
+            # It may have drawn before there was no room.
+            self.generator.set_state(before)
         return plain(*args, **kwargs)
 
 
+# What writes, and would write the same again.
+_COPIES = frozenset({"aten::copy_", "aten::_foreach_copy_"})
 # Who is told, by thread; and what else is to be put back when nobody is any more.
 _TOLD: dict[int, Listener] = {}
 _BEFORE: list[tuple[dict[str, Any], str, Any]] = []
 _LOCK = threading.Lock()
+
+
+def _repeats(plain: Any) -> bool:
+    """Whether what has failed can be done again: not what may have written to what it is given.
+
+    Batch norms write to running statistics, which their schemas do not say, when all that they
+    take memory for is there (ATen/native/cuda/Normalization.cu, ATen/native/cudnn/BatchNorm.cpp).
+    """
+    schema = getattr(plain, "_schema", None)
+    return schema is None or not schema.is_mutable or schema.name in _COPIES
 
 
 @contextmanager

@@ -61,16 +61,16 @@ class Prospect:
         it is not launched.
     rehearsed
         Whether the kernels of the plan have run.
-    scarce
-        Points of rehearsals of the plan at which there was no room.
+    scarce, flaws
+        Points of rehearsals of the plan at which there was no room, and how many had such points.
     lies
         Where inputs that do not last have lain in all iterations that might be launched, by place;
         0 where that was not always the same, None before the first.
     counted_bytes
         Copies of inputs that the plan in force leaves room for.
     crowded, crowded_bytes
-        How often there was no room for blocks that were packed, and what was lacking in all: it is
-        left of every budget.
+        How often there was no room for blocks that were packed, be it for a copy of inputs beside
+        them, and what was lacking in all: it is left of every budget.
     """
 
     way: Way = Way.ISSUED
@@ -91,6 +91,7 @@ class Prospect:
     tight: bool = False
     rehearsed: bool = False
     scarce: set[int] = field(default_factory=set)
+    flaws: int = 0
     lies: dict[int, int] | None = None
     counted_bytes: int = 0
     crowded: int = 0
@@ -128,7 +129,7 @@ class Prospect:
     def forget(self) -> None:
         """Nothing is known of what an iteration takes."""
         self.events, self.packing, self.rehearsed = (), None, False
-        self.scarce = set()
+        self.scarce, self.flaws = set(), 0
 
     def unpack(self) -> None:
         """Have a plan be asked for whose blocks are placed as the allocator would."""

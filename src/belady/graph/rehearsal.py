@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from belady.graph.away import Value
+from belady.graph.away import Value, settle
 from belady.graph.points import Listener, told_of_points
 from belady.graph.program import Program
 from belady.memory.geometry import unseen
@@ -65,7 +65,9 @@ class Rehearsal:
     ) -> None:
         self._device, self._then = device, then
         self._scarce, self.flawed = scarce, False
-        self._listener = Listener(self._point, self._starved)
+        cuda = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
+        self._listener = Listener(self._point, self._starved, generator)
         self._most, self._host_bytes = most_bytes, host_bytes
         self._ledger, self._notes = Ledger(device), Notes()
         self._points = self._numbers = 0
@@ -159,6 +161,7 @@ class Rehearsal:
         """Leave these where they are from now on."""
         for storage in _storages(values):
             self._here.pop(storage._cdata, None)
+            self._held.pop(storage._cdata, None)
 
     def packing(self) -> Packing | None:
         """Of the blocks of a forward and its backward; None where nobody could listen."""
@@ -189,18 +192,14 @@ class Rehearsal:
         return self._make_room()
 
     def _make_room(self) -> bool:
-        """Have nothing here but what is read or managed, in one piece; whether that was not so.
-
-        What lies in pieces may be managed.
-        """
+        """Have nothing here but what is read or managed, in one piece; whether any of it moved."""
         with unseen():
             settle(self._device)
             self._forget()
             held = {name: it for name, it in self._held.items() if it.movable}
             stays = [*held, *(it for it in dict.fromkeys(self._read) if it in self._here)]
             self._here = held | self._here
-            moved = bool(self._here)
-            self._put_away(set(), self._here_bytes)
+            moved = self._put_away(set(), self._here_bytes)
             torch.cuda.empty_cache()
             self._bring({it: self._away[it] for it in stays if it in self._away})
             for name in held:
@@ -228,24 +227,28 @@ class Rehearsal:
     def _here_bytes(self) -> int:
         return sum(it.nbytes for it in self._here.values())
 
-    def _put_away(self, read: set[int], over: int) -> None:
-        """Put away so much of what is not read, first of all what was not for longest."""
+    def _put_away(self, read: set[int], over: int) -> bool:
+        """Put away so much of what is not read, first of all what was not for longest.
+
+        Whether anything was; what a host has no room for stays.
+        """
         room = self._host_bytes - sum(it.nbytes for it in self._away.values())
         away = dict[int, Value]()
         for name, value in self._here.items():
-            if over <= 0 or value.nbytes > room:
+            if over <= 0:
                 break
-            if name not in read:
+            if name not in read and value.nbytes <= room:
                 away[name] = value
                 over, room = over - value.nbytes, room - value.nbytes
         if not away:
-            return
+            return False
         for value in away.values():
             value.copy_away()
         self._notes.away.append({value.address: value.number for value in away.values()})
         self._moved(Mark.AWAY, away, lambda _: 0)
         for name in away:
             self._away[name] = self._here.pop(name)
+        return True
 
     def _bring(self, back: dict[int, Value]) -> None:
         if back:
@@ -267,12 +270,6 @@ class Rehearsal:
         self._mark(Mark.OVER)
 
 
-def settle(device: torch.device) -> None:
-    """Wait for copies of what is managed, which are under way."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class _Patient:
     """Contents of an iteration, whose values come back although there was no room at first."""
 
@@ -285,6 +282,10 @@ class _Patient:
     def bring(self, value: int) -> None:
         """Have a value on its way back, or decoded."""
         self._listener.patiently(self._contents.bring, value)
+
+    def encode(self, value: int) -> None:
+        """Encode a value where it is."""
+        self._listener.patiently(self._contents.encode, value)
 
 
 def _storages(values: Iterable[Any]) -> Iterator[_Storage]:

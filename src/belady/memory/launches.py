@@ -109,8 +109,7 @@ class Launches:
             try:
                 given = issue()
             except BaseException:
-                # Copies are still on their way on other streams, which ends a capture, too. And
-                # torch warns where nothing was captured yet.
+                # Copies on their way on other streams end it, too; and torch warns of an empty one.
                 with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
                     self._end(graph)
                 raise
@@ -168,7 +167,8 @@ class Launches:
         # To find out as blocks come takes as long as a capture does.
         assert self._packing is not None
         large = _in_pages(self._packing.end + WALL_BYTES, PAGE_BYTES)
-        small = _in_pages(self._packing.small_bytes, SMALL_PAGE_BYTES)
+        # As much stays unused at least, see `divide`.
+        small = max(PAGE_BYTES, _in_pages(self._packing.small_bytes, SMALL_PAGE_BYTES))
         lacking = self.reserved_bytes + large + small - self._room_bytes
         if lacking > 0:
             raise LackingError(lacking)

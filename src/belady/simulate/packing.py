@@ -25,6 +25,8 @@ from belady.simulate.stretch import LEAST, divided
 _WORSE = 0.03
 # How often another block is moved too.
 _ANOTHER = 0.3
+# Of more blocks that come at once none is asked whether it would lie there: that takes too long.
+_MATES = 32
 # Gaps that are tried until a block lies as it would come to lie.
 _TRIED = 16
 # What is lost of what is held at once that is not worth another order.
@@ -151,7 +153,8 @@ class _Search:
         for block, it in enumerate(lives):
             moments.setdefault(it.first, []).append(block)
         self._together = [blocks for blocks in moments.values() if len(blocks) > 1]
-        self._mates = {it: blocks for blocks in self._together for it in blocks}
+        few = [blocks for blocks in self._together if len(blocks) <= _MATES]
+        self._mates = {it: blocks for blocks in few for it in blocks}
 
     def orders(self) -> list[list[int]]:
         """Orders to begin with: large blocks first, those that stay long, or both at once."""

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from belady.graph.points import told_of_points
+from belady.graph.points import Listener, told_of_points
 
 
 def made(*_: object) -> str:
@@ -28,7 +28,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_ops_and_buffers_are_told_of(module: ModuleType) -> None:
     told: list[str] = []
-    with told_of_points(lambda: told.append("point")):
+    with told_of_points(Listener(lambda: told.append("point"))):
         torch.ones(2) + 1
         assert len(told) == 2
         assert module.empty_strided_cuda((1,), (1,), torch.float32) == "a buffer"
@@ -43,13 +43,13 @@ def test_each_thread_is_told_of_its_own(module: ModuleType) -> None:
     inside, over = threading.Event(), threading.Event()
 
     def other() -> None:
-        with told_of_points(lambda: told.append("other")):
+        with told_of_points(Listener(lambda: told.append("other"))):
             inside.set()
             over.wait(10)
             module.empty_strided_cuda()
 
     thread = threading.Thread(target=other)
-    with told_of_points(lambda: told.append("first")):
+    with told_of_points(Listener(lambda: told.append("first"))):
         thread.start()
         assert inside.wait(10)
         module.empty_strided_cuda()

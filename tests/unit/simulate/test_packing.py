@@ -95,6 +95,24 @@ def test_what_comes_at_once_lies_where_it_would_come_to_lie() -> None:
     assert packing.end <= 1.01 * held_bytes(lives)
 
 
+def branching(rng: random.Random, ops: int) -> list[Life]:
+    """The same, of values that stay for longer or less."""
+    lives, last = list[Life](), 4 * ops
+    for at in range(0, 2 * ops, 2):
+        ends = [rng.choice((at, at + 1, at + 5, last - at)) for _ in range(3)]
+        lives += [Life(6 * MIB, at, end) for end in ends]
+        lives.append(Life(24 * MIB, at + 1, at + 1))
+    return lives
+
+
+def test_what_would_not_is_placed_with_all_that_comes_with_it() -> None:
+    lives = branching(random.Random(0), 300)
+    assert packed(lives, MIB, AT_ONCE).end > 1.3 * held_bytes(lives)
+    packing = packed(lives, MIB, 20 * SOON)
+    assert not clash(packing)
+    assert packing.end <= 1.005 * held_bytes(lives)
+
+
 def test_the_most_that_is_there_at_one_moment() -> None:
     assert held_bytes([]) == 0
     lives = [Life(2, 0, 1), Life(3, 1, 2), Life(4, 2, 2)]
