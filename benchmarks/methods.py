@@ -25,6 +25,7 @@ from benchmarks.average import held_on_average
 from benchmarks.bounds import bound_of_own
 from benchmarks.cases import ENGINES, OURS, OWN, Record
 from benchmarks.copies import lane_rates
+from benchmarks.levels import in_turn
 from benchmarks.memory import going_back
 from benchmarks.peers import PEERS, Applied, Peer
 from benchmarks.workloads import Workload
@@ -194,12 +195,13 @@ def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
     with _virtual(work, method, cap) as (vm, session):
 
         def facts() -> Record:
+            counted = in_turn(vm, session.iterate)
             # Recorded after all that is timed: what each copy took.
             vm.record()
             begun = time.perf_counter()
             session.iterate(1)
             every = {"every_event_seconds": time.perf_counter() - begun}
-            return _of_run(vm, method.partition(":")[2]) | every
+            return _of_run(vm, method.partition(":")[2]) | every | counted
 
         yield replace(session, extras=facts)
 

@@ -219,6 +219,15 @@ def test_what_measuring_costs_is_told_of_cases_that_ran_undisturbed() -> None:
     assert tables.levels([]) == "No records yet.\n"
 
 
+def test_levels_that_took_turns_are_compared_with_one_another() -> None:
+    case = {"workload": "resnet50", "precision": "bf16", "method": "belady:auto", "budget": "50%"}
+    rows = {"0": [0.2, 0.4, 0.1], "1": [0.5, 0.1, 0.202]}
+    took = {"moved_values": 3, "pipelined_seconds": 0.1, "verified_seconds": [0.3]}
+    told = tables.levels([{**case, **took, "level_rows": rows, "every_event_seconds": 0.11}])
+    assert "+1.0% (median of all 1 cases" in told
+    assert "| belady:auto | 50% | 3 | 200.0 | 202.0 | +1.0% | 110.0 |" in told
+
+
 def test_slow_lanes_have_a_row_each() -> None:
     about = {"workload": "vgg19", "precision": "fp32", "method": "belady:auto", "budget": "12GiB"}
     links = [["device", "host", 50e9, 40e9], ["host", "device", 60e9, 40e9], ["host", "disk", 1, 1]]
