@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from belady.graph import beside
+from belady.graph import beside, told
 from belady.graph.captured import Captured
 from belady.graph.capturing import Attempt
 from belady.graph.iteration import Iteration
@@ -22,7 +22,6 @@ from belady.graph.placing import Places
 from belady.graph.program import Program
 from belady.graph.prospect import Way
 from belady.graph.steps import Loans, may_lend
-from belady.graph.told import log_launched, matters, said_of
 from belady.ir.plan import Offload
 from belady.ir.trace import Tier
 from belady.measure.monitor import Sample, summarize
@@ -83,14 +82,14 @@ class Launching:
     @property
     def notes(self) -> list[str]:
         """What a user should know of the kind that runs, one sentence each."""
-        return [] if self._kind is None else said_of(self._kind, self._budget_bytes)
+        return [] if self._kind is None else told.said_of(self._kind, self._budget_bytes)
 
     def weigh(self, kind: Kind) -> None:
         """See what a verified kind needs beside launches."""
         prospect = kind.prospect
         prospect.packs = packs(self._carrier.device)
         prospect.stepping_bytes = beside.stepping_bytes(kind)
-        prospect.lends = self.loans.possible and matters(kind, self._budget_bytes)
+        prospect.lends = self.loans.possible and told.matters(kind, self._budget_bytes)
         prospect.unlent_bytes = beside.between_bytes(kind, lends=False)
         prospect.between_bytes = beside.between_bytes(kind, lends=prospect.lends)
 
@@ -227,7 +226,7 @@ class Launching:
             kind.prospect.unpack()
         if launched or rehearsed:
             _log.info("out of memory before an iteration could be launched: it is issued")
-            kind.prospect.way = Way.ISSUED
+            kind.prospect.way, kind.prospect.why = Way.ISSUED, told.NO_ROOM
         return launched or rehearsed
 
     def _conclude(self, kind: Kind, launched: Launched) -> None:
@@ -239,10 +238,10 @@ class Launching:
             return
         *_, before = kind.prospect.instead
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
-        log_launched(found, before)
+        told.log_launched(found, before)
         if not fits or not gains(min(found.iterations), min(before.iterations)):
             self.rest()
-            kind.prospect.way = Way.ISSUED
+            kind.prospect.way, kind.prospect.why = Way.ISSUED, told.gained_nothing(found, before)
             return
         kind.prospect.way = Way.LAUNCHED
         kind.trial = replace(kind.trial, measured=found)
@@ -255,6 +254,7 @@ class Launching:
         assert joint is not None
         if reason := why_not(joint, graph.layout, args, lasting):
             _log.info("an iteration cannot be captured: %s", reason)
+            kind.prospect.why = reason
             return None
         if not captures(self._carrier.device):
             return None
@@ -284,6 +284,7 @@ class Launching:
             prospect.holes = launched.launches.holes
             self.loans.lend_of(launched if lends else None)
         else:
+            prospect.why = told.NO_ROOM if lacking else told.NOT_CAPTURED
             prospect.failed(lacking, beside.fixed_bytes(kind))
         return launched
 

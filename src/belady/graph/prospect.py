@@ -32,8 +32,8 @@ class Prospect:
 
     Attributes
     ----------
-    way
-        How they run under the plan in force.
+    way, why
+        How they run under the plan in force; and why they are issued, where they might be launched.
     instead
         What follows a plan for launches that is not faster than what was measured before it.
     asked
@@ -74,6 +74,7 @@ class Prospect:
     """
 
     way: Way = Way.ISSUED
+    why: str = ""
     instead: tuple[Drawn, Trial, Measured] | None = None
     asked: bool = False
     wanted: int = 1

@@ -14,6 +14,12 @@ _log = logging.getLogger("belady")
 # How a report begins to say that they are.
 NOTE = "forward and backward are captured and launched in one piece each (CUDA graphs)"
 
+# How one begins to say that they might be, and are not; and why.
+ISSUED = "iterations are issued op by op, and not launched in one piece (CUDA graphs)"
+NO_ROOM = "there was no room for a capture within the budget"
+NOT_CAPTURED = "what they issue could not be captured, as the log says"
+NO_FASTER = "no plan that leaves room for it is foretold to be faster"
+
 # What is said of the memory of a step that takes more than a part of the budget.
 _MATTERS = 0.04
 _STEPPING = (
@@ -23,8 +29,10 @@ _STEPPING = (
 
 
 def said_of(kind: Kind, budget_bytes: int) -> list[str]:
-    """What a user should know of a kind that is launched, one sentence each."""
+    """What a user should know of a kind that is launched, or might be, one sentence each."""
     prospect = kind.prospect
+    if kind.issued and prospect.why:
+        return [f"{ISSUED}: {prospect.why}"]
     if prospect.way is not Way.LAUNCHED or kind.measured is None or prospect.instead is None:
         return []
     *_, before = prospect.instead
@@ -33,6 +41,13 @@ def said_of(kind: Kind, budget_bytes: int) -> list[str]:
     if matters(kind, budget_bytes) and not prospect.lends:
         said.append(f"{format_bytes(prospect.stepping_bytes)} {_STEPPING}")
     return said
+
+
+def gained_nothing(found: Measured, before: Measured) -> str:
+    """Why what was launched is not."""
+    took = format_seconds(min(found.iterations)), format_seconds(min(before.iterations))
+    held = format_bytes(found.reserved_bytes)
+    return f"launched it took {took[0]} within {held}, and issued {took[1]}"
 
 
 def matters(kind: Kind, budget_bytes: int) -> bool:
