@@ -10,11 +10,12 @@ from operator import attrgetter
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.timeline import Lane, Span
-from belady.ir.trace import Phase, StorageKind, Trace
+from belady.ir.trace import Phase, Storage, StorageKind, Trace
 from belady.measure.corrections import unhindered_seconds
 from belady.simulate import simulate
 from belady.simulate.engine import iteration_seconds, kernel_seconds, last_of_forward
 from belady.simulate.reassigned import reassigned
+from belady.simulate.stretch import SMALL
 
 # Asks for a plan, and the machine with the margin that suits it.
 Ask = Callable[[HardwareProfile], tuple[Plan, HardwareProfile]]
@@ -102,6 +103,20 @@ def launching(
         fraction, nbytes = 0.0, nbytes + int(LOST * packed_bytes)
     allocator = replace(allocator, margin_fraction=fraction, margin_bytes=nbytes)
     return replace(_unissuing(hardware), allocator=allocator, joins=True)
+
+
+def small_bytes(trace: Trace, packed_bytes: int) -> int:
+    """What small gradients take beside blocks that are packed into so many bytes.
+
+    They have pages of their own, and all of them are there when activations are not any more, whose
+    bytes they cannot have. What is lost between blocks, and they, have `LOST`: half of it each.
+    """
+    nbytes = sum(it.nbytes for it in trace.storages if _is_small_gradient(it))
+    return max(0, nbytes - int(LOST / 2 * packed_bytes)) if packed_bytes else 0
+
+
+def _is_small_gradient(it: Storage) -> bool:
+    return it.kind is StorageKind.GRADIENT and it.nbytes <= SMALL
 
 
 def for_launches(

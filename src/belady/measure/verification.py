@@ -30,7 +30,7 @@ from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
 from belady.measure.tightening import tightened
 from belady.measure.trial import Trial, best, fastest, margin, why
-from belady.measure.unissued import for_launches, launching, unissued
+from belady.measure.unissued import for_launches, launching, small_bytes, unissued
 from belady.planners import plan as make_plan
 from belady.planners.price import KEPT, price
 from belady.simulate import simulate
@@ -228,6 +228,7 @@ class Verification:
         # It runs once as it is issued, and may run out of memory as one before has.
         probed = trial.hardware if self._starved else self._hardware
         packed_bytes = packed * self._policy.budget.device_bytes
+        beside_bytes += small_bytes(trace, packed_bytes)
         hardware = launching(trial.hardware, probed, beside_bytes, packed_bytes)
         trace = unissued(trace)
         make = self._planner(trial.policy, trace, numerics)

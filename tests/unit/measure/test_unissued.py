@@ -13,7 +13,14 @@ from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
 from belady.ir.timeline import Lane, Span, Timeline
 from belady.ir.trace import Phase, Storage, StorageKind, Tier, Trace, Value
-from belady.measure.unissued import for_launches, freed, in_time, launching, unissued
+from belady.measure.unissued import (
+    for_launches,
+    freed,
+    in_time,
+    launching,
+    small_bytes,
+    unissued,
+)
 from belady.planners import plan as make_plan
 from belady.simulate import simulate
 from belady.simulate.engine import last_of_forward
@@ -294,6 +301,17 @@ def test_what_issued_iterations_lose_between_blocks_is_not_left_to_launches(
     found = launching(hardware, probed, 5)
     assert found.allocator == Allocator(1, left, 12)
     assert found.joins
+
+
+def test_small_gradients_have_room_beside_packed_blocks() -> None:
+    trace, budget = network(), 100 * MIB
+    gradient = replace(trace.storages[0], nbytes=MIB, kind=StorageKind.GRADIENT)
+    many = [gradient] * 5, [replace(gradient, nbytes=MIB + 1)] * 7, [trace.storages[0]] * 9
+    trace = replace(trace, storages=tuple(it for some in many for it in some))
+    assert small_bytes(trace, budget) == 3 * MIB
+    assert small_bytes(trace, 3 * budget) == 0
+    # An allocator that places blocks has them among the others.
+    assert small_bytes(trace, 0) == 0
 
 
 @pytest.mark.parametrize(("host_us", "gains"), [(5, 0.0), (150, 1 / 7)])
