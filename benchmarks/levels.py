@@ -18,15 +18,15 @@ _TURNS, _ROW, _MOST_S = 3, 10, 20.0
 def in_turn(vm: belady.VirtualMemory, iterate: Callable[[int], object]) -> Record:
     """Seconds of an iteration, of rows at level 0 and at level 1 in turn; none where they are long.
 
-    Of iterations that are steady, and issued: of launches nobody counts more.
+    Of iterations that are issued, under a plan that stays: of launches nobody counts more.
 
     Parameters
     ----------
     iterate
         Runs so many iterations and waits for the last.
     """
-    run = vm.run()
-    if run is None or run.measured is None or run.measured.launched:
+    before = vm.run()
+    if before is None or before.measured is None or before.measured.launched:
         return {}
     begun = time.perf_counter()
     iterate(1)
@@ -41,6 +41,10 @@ def in_turn(vm: belady.VirtualMemory, iterate: Callable[[int], object]) -> Recor
                 begun = time.perf_counter()
                 iterate(_ROW)
                 found.append((time.perf_counter() - begun) / _ROW)
+    after = vm.run()
+    if after is None or (after.plan, after.measured) != (before.plan, before.measured):
+        # It was verified meanwhile, or planned anew.
+        return {}
     return {"level_rows": {str(level): found for level, found in rows.items()}}
 
 

@@ -195,13 +195,13 @@ def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
     with _virtual(work, method, cap) as (vm, session):
 
         def facts() -> Record:
-            counted = in_turn(vm, session.iterate)
             # Recorded after all that is timed: what each copy took.
             vm.record()
             begun = time.perf_counter()
             session.iterate(1)
             every = {"every_event_seconds": time.perf_counter() - begun}
-            return _of_run(vm, method.partition(":")[2]) | every | counted
+            known = _of_run(vm, method.partition(":")[2]) | every
+            return known | in_turn(vm, session.iterate)  # a plan may be verified anew in its midst
 
         yield replace(session, extras=facts)
 

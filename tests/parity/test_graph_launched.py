@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import belady
 from belady.errors import StaleValueError
-from belady.graph import capturing, launching, planning, told
+from belady.graph import capturing, launching, planning, prospect, told
 from belady.graph.joint import whole_graph
 from belady.graph.kinds import Kind
 from belady.graph.launchable import why_not
@@ -751,7 +751,7 @@ def test_numbers_that_the_host_makes_are_issued() -> None:
         joints = [whole_graph(make_fx(it, tracing_mode="real")(*args)) for it in (draws, still)]
         device = torch.device("cuda", 0)
         said = [why_not(it, Layout.of(it, device), args, set()) for it in joints]
-    assert said == ["not all of it is on one device", ""]
+    assert said == ["not all of the graph is on one device", ""]
 
 
 def still(x: Tensor, scale: Tensor) -> list[Tensor]:
@@ -794,7 +794,8 @@ def test_what_cannot_gain_is_tried_a_few_times(step: Step, monkeypatch: pytest.M
         assert phases[-1] == "steady"
         # What was measured is what runs.
         assert vm.verified
-        assert "CUDA graphs" not in vm.report()
+        assert told.NOTE not in vm.report()
+        assert prospect.OTHERS in vm.report()
 
 
 @pytest.mark.parametrize("step", [hoarding, in_turn])
@@ -804,12 +805,12 @@ def test_what_ran_before_comes_back_when_launches_end(
     launching_on_a_cpu(monkeypatch, (training := Training(CNN)).models)
     with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
         training.run(plain, ITERATIONS)
-        assert "CUDA graphs" in vm.report()
+        assert told.NOTE in vm.report()
         launched = vm.run()
         training.run(step, range(100))
         # Of the kind that ran before.
         training.run(plain, [0])
-        assert "CUDA graphs" not in vm.report()
+        assert told.NOTE not in vm.report()
         issued = vm.run()
     assert launched is not None
     assert issued is not None
@@ -917,7 +918,7 @@ def test_launches_of_a_gpu_train_as_plain_pytorch(
             training.run(plain, ITERATIONS)
             said = vm.report()
         outcomes.append(training.outcome())
-        assert ("CUDA graphs" in said) is launches
+        assert (told.NOTE in said) is launches
         # Forward and backward, once it is measured, verified and rehearsed.
         assert (len(replayed) >= len(ITERATIONS) - 4) is launches
     expected, actual = outcomes

@@ -65,13 +65,16 @@ def crowded(it: Rehearsal, act: Callable[..., Any], lacks: Lacks) -> Callable[..
     whole = schema is not None and not schema.is_mutable and "batch_norm" not in schema.name
 
     def tried(*args: Any, **kwargs: Any) -> Any:
-        if it._points % _EVERY or not lacks(it) or not points._repeats(act):
+        if it._points % _EVERY or not lacks(it) or not points.repeats(tried):
             return act(*args, **kwargs)
         if whole:
             # What it has drawn is drawn.
             act(*args, **kwargs)
         raise torch.OutOfMemoryError("no room")
 
+    for name in ("_schema", "tags", "namespace"):
+        if hasattr(act, name):
+            setattr(tried, name, getattr(act, name))
     return tried
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import belady
-from belady.graph import launching, planning, told
+from belady.graph import launching, planning, prospect, told
+from belady.ir.timeline import Measured
 from belady.measure.verification import Verification
 from tests.parity.test_graph_launched import CNN
-from tests.support.launches import Rerun, launching_on_a_cpu
+from tests.support.launches import WAYS, Rerun, launching_on_a_cpu
 from tests.support.training import Training, plain, repeatable
 
 
@@ -43,7 +44,11 @@ def test_what_is_launched_is_not_said_to_be_issued(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [(torch.OutOfMemoryError("full"), told.NO_ROOM), (RuntimeError("no"), told.NOT_CAPTURED)],
+    [
+        (torch.OutOfMemoryError("full"), prospect.NO_ROOM),
+        (RuntimeError("no such luck\nat all"), "no such luck"),
+        (belady.TierFullError("host memory is full"), "host memory is full"),
+    ],
 )
 def test_what_cannot_be_captured(
     error: RuntimeError, why: str, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +68,40 @@ def test_what_no_graph_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "gains", lambda *_: False)
     (note,) = said(monkeypatch)
-    assert note.startswith(f"{told.ISSUED}: launched it took ")
+    assert note.startswith(f"{told.ISSUED}: launched they take ")
+
+
+def test_what_does_not_keep_to_the_budget() -> None:
+    def of(retries: int, reserved: int) -> str:
+        found = Measured(0, 0.008, (0.008,), (), reserved, allocation_retries=retries)
+        return told.gained_nothing(found, Measured(0, 0.011, (0.011,), ()), 3 << 30)
+
+    assert "flushed its cache" in of(1, 1 << 30)
+    assert of(0, 5 << 30) == "launched they take 5.00 GiB, more than the budget of 3.00 GiB"
+    assert "8.00 ms" in of(0, 1 << 30)
+
+
+def test_what_other_iterations_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although there was no room for a capture at first."""
+    training, failed = Training(CNN), list[int]()
+    made, capture = launching_on_a_cpu(monkeypatch, training.models), Rerun.capture
+
+    def full(self: Rerun, issue: Any) -> Any:
+        if len(failed) < WAYS:
+            failed.append(1)
+            raise torch.OutOfMemoryError("full")
+        return capture(self, issue)
+
+    monkeypatch.setattr(Rerun, "capture", full)
+    with belady.virtualize(training.models, "1GiB", policy="vdnn_all", engine="graph") as vm:
+        for index in range(150):
+            training.run(plain, [index])
+            if made and made[-1].launched > 4:
+                made.clear()
+                vm._tracker.conductor.launching.rest()
+        run = vm.run()
+    assert run is not None
+    assert f"{told.ISSUED}: {prospect.OTHERS}" in run.notes
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -76,4 +114,4 @@ def test_where_no_plan_leaves_it_room(late: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(planning, "gains", lambda *_: late)
     monkeypatch.setattr(planning, "loses", lambda *_: True)
     # Where the host is never late nobody misses it.
-    assert said(monkeypatch) == [f"{told.ISSUED}: {told.NO_FASTER}"] * late
+    assert said(monkeypatch) == [f"{told.ISSUED}: {prospect.NO_FASTER}"] * late

@@ -12,7 +12,7 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from belady.graph import launching, listening, rehearsal
+from belady.graph import launching, listening, points, rehearsal
 from belady.graph.away import Value
 from belady.graph.launched import Launched
 from belady.graph.rehearsal import Rehearsal
@@ -114,6 +114,8 @@ def listening_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Packing], 
     monkeypatch.setattr(rehearsal, "_MOST_S", 60.0)
     monkeypatch.setattr(listening, "_STAYS", 0.0)
     monkeypatch.setattr(launching, "packs", lambda device: True)
+    # The state of a generator is of the same memory here, too.
+    monkeypatch.setattr(points, "draws", lambda plain: False)
     monkeypatch.setattr(Mark, "leave", _leave)
     _listen_to_rehearsals(monkeypatch, packings)
 

@@ -77,20 +77,20 @@ class Attempt:
     packing: Packing | None = None
     still: Set[int] = frozenset()
 
-    def captured(self) -> tuple[Launched | None, int]:
-        """What was captured; or None, and the bytes that were lacking: 0 where more would not do.
+    def captured(self) -> tuple[Launched | None, int, str]:
+        """What was captured; or None, the bytes that were lacking, and why: 0 if more will not do.
 
         Then nothing is left of what was tried.
         """
-        least, until = 0, time.monotonic() + _MOST_S
+        least, why, until = 0, "", time.monotonic() + _MOST_S
         for holes in self._ways():
             known = self.carrier.device, holes, self.room_bytes, self.packing
             launches: Capturing = Launches(*known)
-            launched, lacking = self._with(launches)
+            launched, lacking, why = self._with(launches)
             if launched is not None:
                 if holes is not None:
                     _log.info("an iteration is captured in one piece: %s", self._told(launched))
-                return launched, 0
+                return launched, 0, ""
             # Frames of what failed may be in cycles; the pool stays as long as one of them does.
             gc.collect()
             launches.forget()
@@ -99,7 +99,7 @@ class Attempt:
             # What is held at once fits nowhere.
             if not lacking or launches.peak_bytes > self.room_bytes or time.monotonic() > until:
                 break
-        return None, least
+        return None, least, why
 
     def _ways(self) -> Iterator[Holes | None]:
         """What a pool may begin with; one thing after another is worked out as it is asked for."""
@@ -123,15 +123,16 @@ class Attempt:
         end, small = format_bytes(self.packing.end), format_bytes(self.packing.small_bytes)
         return f"blocks of {held} are packed into {end}, and small ones take {small}"
 
-    def _with(self, launches: Capturing) -> tuple[Launched | None, int]:
+    def _with(self, launches: Capturing) -> tuple[Launched | None, int, str]:
         trace, plan = self.force.drawn.trace, self.force.plan
-        launched, lacking = None, 0
+        launched, lacking, why = None, 0, ""
         try:
             carrier = self.carrier.fixed(sent(trace, plan))
             given = self.lasting, self.args, self.still
             launched = Launched(self.force, launches, carrier, *given)
         except (RuntimeError, TierFullError) as error:
-            _log.info("an iteration cannot be captured: %s", str(error).partition("\n")[0])
+            why, _, _ = str(error).partition("\n")
+            _log.info("an iteration cannot be captured: %s", why)
             if isinstance(error, LackingError):
                 lacking = error.nbytes + self.room_bytes // _CHANCE
                 _log.info("%s", self._packed())
@@ -143,4 +144,4 @@ class Attempt:
             _log.info("an iteration that is captured lacks %s", format_bytes(lacking))
             launched.close()
             launched = None
-        return launched, lacking
+        return launched, lacking, why

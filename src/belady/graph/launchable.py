@@ -37,14 +37,14 @@ def why_not(joint: Joint, layout: Layout, args: Sequence[Any], lasting: set[int]
         for given in (joint.forward_outputs, joint.backward_outputs)
     )
     if len(devices) > 1:
-        return "not all of it is on one device"
+        return "not all of the graph is on one device"
     if copied & written:
-        return "it writes to what it is given"
+        return "the graph writes to an input that is not a parameter or a buffer"
     if taken & {*results, *gradients} or len({*results}) < len(results):
-        return "what it gives shares bytes"
+        return "results or gradients of the graph share bytes with inputs or one another"
     given = (fake_value(it) for it in joint.forward_outputs if isinstance(it, fx.Node))
     if any(_repeats(it) for it in given if isinstance(it, torch.Tensor)):
-        return "a result has the same bytes several times"
+        return "a result of the graph has the same bytes several times"
     return ""
 
 

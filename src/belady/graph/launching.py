@@ -20,7 +20,7 @@ from belady.graph.launched import Launched
 from belady.graph.listening import Listening
 from belady.graph.placing import Places
 from belady.graph.program import Program
-from belady.graph.prospect import Way
+from belady.graph.prospect import NO_ROOM, OTHERS, RAN_OUT, Way
 from belady.graph.steps import Loans, may_lend
 from belady.ir.plan import Offload
 from belady.ir.trace import Tier
@@ -183,7 +183,7 @@ class Launching:
         goes_on = prospect.way is Way.LAUNCHED and launched
         prospect.waited = 0 if goes_on else prospect.waited + 1
         if prospect.waited > _MOST:
-            prospect.way = Way.ISSUED
+            prospect.issue(OTHERS)
         if self._launched is None or prospect.way is not Way.TRIED:
             return
         # The first one is captured, too.
@@ -226,7 +226,7 @@ class Launching:
             kind.prospect.unpack()
         if launched or rehearsed:
             _log.info("out of memory before an iteration could be launched: it is issued")
-            kind.prospect.way, kind.prospect.why = Way.ISSUED, told.NO_ROOM
+            kind.prospect.issue(RAN_OUT if launched else NO_ROOM)
         return launched or rehearsed
 
     def _conclude(self, kind: Kind, launched: Launched) -> None:
@@ -241,9 +241,9 @@ class Launching:
         told.log_launched(found, before)
         if not fits or not gains(min(found.iterations), min(before.iterations)):
             self.rest()
-            kind.prospect.way, kind.prospect.why = Way.ISSUED, told.gained_nothing(found, before)
+            kind.prospect.issue(told.gained_nothing(found, before, self._budget_bytes))
             return
-        kind.prospect.way = Way.LAUNCHED
+        kind.prospect.way, kind.prospect.why = Way.LAUNCHED, ""
         kind.trial = replace(kind.trial, measured=found)
 
     def _captured(self, kind: Kind, graph: Captured, args: Sequence[Any]) -> Launched | None:
@@ -273,7 +273,7 @@ class Launching:
 
     def _attempted(self, attempt: Attempt, kind: Kind) -> Launched | None:
         """What an attempt captures; None where something is lacking."""
-        prospect, (launched, lacking) = kind.prospect, attempt.captured()
+        prospect, (launched, lacking, why) = kind.prospect, attempt.captured()
         lends, suits = prospect.lends, self.loans.possible
         if launched is not None and lends and not (suits and may_lend(launched, attempt, prospect)):
             launched.close()
@@ -284,7 +284,7 @@ class Launching:
             prospect.holes = launched.launches.holes
             self.loans.lend_of(launched if lends else None)
         else:
-            prospect.why = told.NO_ROOM if lacking else told.NOT_CAPTURED
+            prospect.why = NO_ROOM if lacking else why
             prospect.failed(lacking, beside.fixed_bytes(kind))
         return launched
 

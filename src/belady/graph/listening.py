@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from belady.graph.program import Program
-from belady.graph.prospect import Prospect, Way
+from belady.graph.prospect import NO_ROOM, UNHEARD, Prospect
 from belady.graph.rehearsal import Rehearsal
 from belady.graph.steps import Loans
 from belady.measure.probe import ram
@@ -83,9 +83,8 @@ class Listening:
             return
         prospect.packing = None if again else rehearsal.packing()
         if prospect.packing is None:
-            # Somebody else has the allocator listened to, say.
             prospect.unpack()
-            prospect.way = Way.ISSUED
+            prospect.issue(NO_ROOM if again else UNHEARD)
 
     def drop(self) -> bool:
         """Listen no more; whether an iteration was being rehearsed."""

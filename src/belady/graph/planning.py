@@ -20,9 +20,8 @@ from belady.graph.ops import is_fused
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
-from belady.graph.prospect import Way, shows_more
+from belady.graph.prospect import NO_FASTER, Way, shows_more
 from belady.graph.seams import as_fused, at_seams, seams_of
-from belady.graph.told import NO_FASTER
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
@@ -258,7 +257,7 @@ class Planning:
             pass
         prospect.asked = True
         if prospect.instead is None:
-            prospect.way, prospect.why = Way.ISSUED, prospect.why or late * NO_FASTER
+            prospect.issue(prospect.why or late * NO_FASTER)
         return prospect.instead is not None
 
     def _tighten(self, kind: Kind) -> None:

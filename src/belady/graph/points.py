@@ -38,20 +38,24 @@ class Listener:
 
     def patiently(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The same of what nobody is told."""
-        if self.starved is None or not _repeats(plain):
+        if self.starved is None or not repeats(plain):
             return plain(*args, **kwargs)
-        before = None if self.generator is None else self.generator.get_state()
-        lacking: torch.OutOfMemoryError | None = None
+        generator = self.generator if draws(plain) else None
+        before = None if generator is None else generator.get_state()
         try:
             return plain(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             # Frames of what has failed hold memory.
             lacking = error.with_traceback(None)
-        if not self.starved():
-            raise lacking
-        if self.generator is not None and before is not None:
+        try:
+            if not self.starved():
+                raise lacking
+        finally:
+            # This frame would be in a cycle with it.
+            del lacking
+        if generator is not None and before is not None:
             # It may have drawn before there was no room.
-            self.generator.set_state(before)
+            generator.set_state(before)
         return plain(*args, **kwargs)
 
 
@@ -63,14 +67,26 @@ _BEFORE: list[tuple[dict[str, Any], str, Any]] = []
 _LOCK = threading.Lock()
 
 
-def _repeats(plain: Any) -> bool:
+def repeats(plain: Any) -> bool:
     """Whether what has failed can be done again: not what may have written to what it is given.
 
-    Batch norms write to running statistics, which their schemas do not say, when all that they
-    take memory for is there (ATen/native/cuda/Normalization.cu, ATen/native/cudnn/BatchNorm.cpp).
+    What it is given for its results, by Inductor's code say, may be written to twice. Batch norms
+    write to running statistics, which their schemas do not say, when all is there that they take
+    memory for (ATen/native/cuda/Normalization.cu, ATen/native/cudnn/BatchNorm.cpp).
     """
     schema = getattr(plain, "_schema", None)
-    return schema is None or not schema.is_mutable or schema.name in _COPIES
+    if schema is None or not schema.is_mutable or schema.name in _COPIES:
+        return True
+    of = [(it.alias_info, it.is_out) for it in schema.arguments]
+    return all(out for alias, out in of if alias is not None and alias.is_write)
+
+
+def draws(plain: Any) -> bool:
+    """Whether it may draw random numbers: of what others wrote nobody says."""
+    tags = getattr(plain, "tags", None)
+    if tags is None:
+        return False
+    return torch.Tag.nondeterministic_seeded in tags or plain.namespace != "aten"
 
 
 @contextmanager

@@ -18,6 +18,17 @@ from belady.simulate.stretch import Event
 _CROWDED = 3
 
 
+# Why iterations that might be launched are issued, as users are told.
+NO_ROOM = "there was no room for a capture within the budget"
+RAN_OUT = "the device ran out of memory while they were launched"
+UNHEARD = "torch's allocator could not be listened to, as somebody else may do"
+NO_FASTER = "no plan that leaves room for it is foretold to be faster"
+OTHERS = (
+    "too often something came between two of them: other iterations, a call without gradients, "
+    "settings of torch's that change, or gradients that are kept"
+)
+
+
 class Way(Enum):
     """How iterations under a plan run: op by op, as they were captured, or that is to be seen."""
 
@@ -164,14 +175,18 @@ class Prospect:
 
     def lend_no_more(self) -> None:
         """Have another plan be asked for, which leaves a step what it takes."""
-        self.lends, self.between_bytes = False, self.unlent_bytes
+        self.lends, self.between_bytes, self.why = False, self.unlent_bytes, NO_ROOM
         self.lacking_bytes = self.lacking_bytes or 1
+
+    def issue(self, why: str) -> None:
+        """Iterations are issued from now on."""
+        self.way, self.why = Way.ISSUED, why
 
     def put_off(self, most: int) -> None:
         """Wait for twice as long until it is captured again; for more than ``most``, for good."""
         self.wanted *= 2
         if self.wanted > most:
-            self.way = Way.ISSUED
+            self.issue(OTHERS)
 
 
 def shows_more(chosen: Trial | None, measured: Measured | None) -> bool:

@@ -14,11 +14,8 @@ _log = logging.getLogger("belady")
 # How a report begins to say that they are.
 NOTE = "forward and backward are captured and launched in one piece each (CUDA graphs)"
 
-# How one begins to say that they might be, and are not; and why.
+# How one begins to say that they might be, and are not.
 ISSUED = "iterations are issued op by op, and not launched in one piece (CUDA graphs)"
-NO_ROOM = "there was no room for a capture within the budget"
-NOT_CAPTURED = "what they issue could not be captured, as the log says"
-NO_FASTER = "no plan that leaves room for it is foretold to be faster"
 
 # What is said of the memory of a step that takes more than a part of the budget.
 _MATTERS = 0.04
@@ -43,11 +40,15 @@ def said_of(kind: Kind, budget_bytes: int) -> list[str]:
     return said
 
 
-def gained_nothing(found: Measured, before: Measured) -> str:
+def gained_nothing(found: Measured, before: Measured, budget_bytes: int) -> str:
     """Why what was launched is not."""
+    if found.allocation_retries:
+        return "torch's allocator flushed its cache while they were launched"
+    if found.reserved_bytes > budget_bytes:
+        held, budget = format_bytes(found.reserved_bytes), format_bytes(budget_bytes)
+        return f"launched they take {held}, more than the budget of {budget}"
     took = format_seconds(min(found.iterations)), format_seconds(min(before.iterations))
-    held = format_bytes(found.reserved_bytes)
-    return f"launched it took {took[0]} within {held}, and issued {took[1]}"
+    return f"launched they take {took[0]}, which is hardly less than {took[1]}, or more"
 
 
 def matters(kind: Kind, budget_bytes: int) -> bool:
