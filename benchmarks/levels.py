@@ -18,7 +18,8 @@ _TURNS, _ROW, _MOST_S = 3, 10, 20.0
 def in_turn(vm: belady.VirtualMemory, iterate: Callable[[int], object]) -> Record:
     """Seconds of an iteration, of rows at level 0 and at level 1 in turn; none where they are long.
 
-    Of iterations that are issued, under a plan that stays: of launches nobody counts more.
+    Of iterations that are issued, under a plan that stays: of launches nobody counts more. After
+    all that is told of these, since it may be verified anew meanwhile.
 
     Parameters
     ----------

@@ -30,8 +30,7 @@ from benchmarks.memory import going_back
 from benchmarks.peers import PEERS, Applied, Peer
 from benchmarks.workloads import Workload
 
-# Iterations before timing starts: of peers, and at most of ours (observed, verified and possibly
-# planned again).
+# Iterations before timing starts: of peers, and at most of ours (observed, planned, verified).
 WARM_UP, WARM_UP_MOST = 5, 24
 Attempt = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 _UNLIMITED = "1TiB"
@@ -192,6 +191,7 @@ def _capped(device: str, cap: int | None) -> Iterator[None]:
 
 @contextmanager
 def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
+    cuda = work.setting.device == "cuda"
     with _virtual(work, method, cap) as (vm, session):
 
         def facts() -> Record:
@@ -201,7 +201,7 @@ def _ours(work: Workload, method: str, cap: int | None) -> Iterator[Session]:
             session.iterate(1)
             every = {"every_event_seconds": time.perf_counter() - begun}
             known = _of_run(vm, method.partition(":")[2]) | every
-            return known | in_turn(vm, session.iterate)  # a plan may be verified anew in its midst
+            return known | (in_turn(vm, session.iterate) if cuda else {})
 
         yield replace(session, extras=facts)
 
