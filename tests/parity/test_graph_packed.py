@@ -127,6 +127,7 @@ def test_a_plan_for_packed_blocks_is_rehearsed_or_launched(
     monkeypatch.setattr(Launching, "program", note)
     if fails:
         monkeypatch.setattr(Rerun, "capture", lacking)
+        monkeypatch.setattr(prospect, "_CROWDED", 1)
     train(CNN, step, "vdnn_all", monkeypatch)
     assert ran
     assert bare == []
