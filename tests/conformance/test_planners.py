@@ -130,8 +130,8 @@ def long_chain() -> Trace:
     return trace
 
 
-# All that hybrid_cheap does is to ask hybrid, of a trace in which less can be replayed; auto asks it
-# among others.
+# All that hybrid_cheap does is to ask hybrid, of a trace in which less can be replayed; so does
+# auto, among others.
 @pytest.mark.parametrize("policy", [it for it in POLICIES if not it.startswith("hybrid")])
 def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
     hardware = machine(
