@@ -225,7 +225,7 @@ class Launching:
         if rehearsed := self._listening.drop():
             kind.prospect.unpack()
         if launched or rehearsed:
-            _log.info("out of memory before an iteration could be launched: it is issued")
+            _log.info("out of memory where iterations are launched, or were to be: they are issued")
             kind.prospect.issue(RAN_OUT if launched else NO_ROOM)
         return launched or rehearsed
 

@@ -197,15 +197,20 @@ class _Search:
         found = self._gaps(block, others, below)
         mates = [it for it in self._mates.get(block, ()) if it == block or below[it] >= 0]
         if len(mates) > 1:
-            # Of equal holes the lowest is used first.
-            equal = [it for it in mates if it != block and self._sizes[it] == self._sizes[block]]
-            low = max((below[it] for it in equal if it < block), default=-1)
-            high = min((below[it] for it in equal if it > block), default=1 << 62)
+            low, high = self._between(block, mates, below)
             for address in [it for it in found if low < it < high][:_TRIED]:
                 below[block] = address
                 if self._first_astray(mates, below) < 0:
                     return address
         return found[0]
+
+    def _between(self, block: int, mates: Sequence[int], below: np.ndarray) -> tuple[int, int]:
+        """Addresses between which a block has to lie: of equal holes the lowest is used first."""
+        equal = [it for it in mates if self._sizes[it] == self._sizes[block]]
+        before = (it for it in equal if it < block < self._lives[it].gone)
+        after = (it for it in equal if block < it < self._lives[block].gone)
+        low = max((int(below[it]) for it in before), default=-1)
+        return low, min((int(below[it]) for it in after), default=1 << 62)
 
     def _gaps(self, block: int, others: np.ndarray, below: np.ndarray) -> list[int]:
         """Addresses in gaps between others that hold the block, the tightest first, and the end."""
