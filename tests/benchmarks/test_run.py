@@ -124,7 +124,7 @@ def test_all_of_it_at_toy_size(
     # At its smallest cap ours runs modules in slices, which it says.
     assert all(r["equal"] != bool(r.get("numerics")) for r in found if "equal" in r)
     assert any(r.get("numerics") == ["sections"] for r in found)
-    _capped_cases_keep_to_their_caps(found)
+    _capped_cases_keep_to_their_caps(found, 5)
     assert {point.series for point in points([r for r in found if r["outcome"] == "ok"])} == {
         "plain", "belady:auto", "belady:auto, in slices", "bound (eager, uncut)", "checkpoint",
     }  # fmt: skip
@@ -144,10 +144,10 @@ def test_the_suite_of_toys(tmp_path: Path) -> None:
     found = records.read(out)
     assert {record["outcome"] for record in found} == {"ok"}, found
     assert len(found) == len(list(SUITES["toy"]()))
-    assert {record["workload"] for record in found} == {"resnet50", "gpt2", "llama"}
+    assert {record["workload"] for record in found} == {"resnet50", "gpt2"}
     assert all(record["equal"] for record in found if "equal" in record)
     assert any("equal" in record for record in found if record["method"] == "belady:floor")
-    _capped_cases_keep_to_their_caps(found)
+    _capped_cases_keep_to_their_caps(found, sum(it.budget != "none" for it in SUITES["toy"]()))
 
 
 def _ours_ran_at_the_peers_cap(found: list[dict[str, Any]]) -> None:
@@ -365,7 +365,7 @@ def test_the_page_names_every_suite() -> None:
     assert all(f"| `{name}` |" in text for name in SUITES)
 
 
-def _capped_cases_keep_to_their_caps(found: list[dict[str, Any]]) -> None:
+def _capped_cases_keep_to_their_caps(found: list[dict[str, Any]], least: int) -> None:
     capped = [r for r in found if r.get("budget_bytes") and "peak_allocated_bytes" in r]
-    assert len(capped) > 4
+    assert len(capped) >= least
     assert all(record["peak_allocated_bytes"] <= record["budget_bytes"] for record in capped)

@@ -87,8 +87,7 @@ def test_any_plan_can_be_rehearsed(task: Task, seed: int, monkeypatch: pytest.Mo
     train(task, plain, "vdnn_all", monkeypatch)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("task", [CNN, GPT], ids=lambda it: it.name)
+@pytest.mark.parametrize(("task", "seed"), [(CNN, 0), (GPT, 1)], ids=str)
 def test_the_blocks_of_any_plan_are_known(
     task: Task, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,9 +216,15 @@ def test_what_cannot_be_packed_is_placed_as_ever(
     assert asked == ([True, True, False] if fails == "capture" else [True, False])
 
 
-@pytest.mark.parametrize("engine", ["graph", "inductor"])
 @pytest.mark.parametrize(
-    ("task", "policy"), [(GPT, "vdnn_all"), (GPT, "hybrid"), (TIED, "floor"), (TIED, "vdnn_all")]
+    ("task", "policy", "engine"),
+    [
+        (GPT, "vdnn_all", "graph"),
+        (GPT, "hybrid", "graph"),
+        (TIED, "floor", "graph"),
+        (GPT, "hybrid", "inductor"),
+        (TIED, "vdnn_all", "inductor"),
+    ],
 )
 def test_what_is_captured_takes_the_blocks_of_its_rehearsal(
     task: Task, policy: str, engine: str, monkeypatch: pytest.MonkeyPatch
