@@ -26,6 +26,7 @@ from belady.memory.cap import (
     walls,
 )
 from belady.memory.capturing import LackingError
+from belady.memory.extents import round_up
 from belady.memory.filling import Filling, PoolMemory
 from belady.memory.lent import Lent, blocks_held, come_and_go, is_lent, take_back
 from belady.memory.streams import current_stream
@@ -166,9 +167,9 @@ class Launches:
     def _check_room(self) -> None:
         # To find out as blocks come takes as long as a capture does.
         assert self._packing is not None
-        large = _in_pages(self._packing.end + WALL_BYTES, PAGE_BYTES)
+        large = round_up(self._packing.end + WALL_BYTES, PAGE_BYTES)
         # As much stays unused at least, see `divide`.
-        small = max(PAGE_BYTES, _in_pages(self._packing.small_bytes, SMALL_PAGE_BYTES))
+        small = max(PAGE_BYTES, round_up(self._packing.small_bytes, SMALL_PAGE_BYTES))
         lacking = self.reserved_bytes + large + small - self._room_bytes
         if lacking > 0:
             raise LackingError(lacking)
@@ -289,10 +290,6 @@ def captures(device: torch.device) -> bool:
     a graph of theirs may have been captured with them.
     """
     return device.type == "cuda" and not others_have_pools(device)
-
-
-def _in_pages(nbytes: int, page_bytes: int) -> int:
-    return -(-nbytes // page_bytes) * page_bytes
 
 
 def _small_bytes(device: torch.device, of: str) -> int:

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import torch
 
+from belady.memory.extents import round_up
 from belady.simulate.packing import Life
 from belady.simulate.stretch import LEAST, SMALL, Event, end_of
 
@@ -97,14 +98,10 @@ def small_bytes_of(events: Iterable[Event]) -> int:
     for block, nbytes in events:
         if 0 < nbytes <= SMALL and nbytes not in _MARKS:
             blocks.add(block)
-            found.append((block, _rounded(nbytes)))
+            found.append((block, round_up(nbytes, LEAST)))
         elif not nbytes and block in blocks:
             found.append((block, 0))
     return end_of(found, 0)
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // LEAST) * LEAST
 
 
 class _Reader:
@@ -180,7 +177,7 @@ class _Reader:
 
     def _comes(self, block: int, nbytes: int) -> None:
         self._of[block] = len(self._found)
-        self._found.append([_rounded(nbytes), self._moment, -1, -1])
+        self._found.append([round_up(nbytes, LEAST), self._moment, -1, -1])
 
     def _goes(self, block: int) -> None:
         if block in self._of:
