@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import belady
+from belady.errors import InfeasibleBudgetError
 from belady.graph import launching, listening, prospect, rehearsal, told
 from belady.graph.iteration import Iteration
 from belady.graph.launched import Launched
@@ -182,7 +183,7 @@ def test_without_room_in_host_memory_nothing_is_put_there(
     assert not only._notes.away
 
 
-@pytest.mark.parametrize("fails", ["capture", "rehearsal"])
+@pytest.mark.parametrize("fails", ["capture", "plan", "rehearsal"])
 def test_what_cannot_be_packed_is_placed_as_ever(
     fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,10 @@ def test_what_cannot_be_packed_is_placed_as_ever(
 
     def note(self: Verification, *given: Any, packed: bool = False) -> Any:
         asked.append(packed)
+        if fails == "plan" and asked == [True, True]:
+            raise InfeasibleBudgetError(
+                needed_bytes=2, budget_bytes=1, smallest_bytes=2, op="", module=""
+            )
         return planned(self, *given, packed=packed)
 
     def lacking(self: Rerun, issue: Any) -> Any:
@@ -199,10 +204,11 @@ def test_what_cannot_be_packed_is_placed_as_ever(
         return capture(self, issue)
 
     monkeypatch.setattr(Verification, "launched", note)
-    if fails == "capture":
+    if fails != "rehearsal":
         monkeypatch.setattr(Rerun, "capture", lacking)
-        monkeypatch.setattr(prospect, "_CROWDED", 1)
-        assert len(train(CNN, plain, "vdnn_all", monkeypatch)) == 2
+        monkeypatch.setattr(prospect, "_CROWDED", 1 if fails == "capture" else 3)
+        rehearsed = train(CNN, plain, "vdnn_all", monkeypatch)
+        assert len(rehearsed) == (2 if fails == "capture" else 1)
     else:
         expected = Training(CNN).run(plain, ITERATIONS).outcome()
         training = Training(CNN)
@@ -213,7 +219,7 @@ def test_what_cannot_be_packed_is_placed_as_ever(
             training.run(plain, ITERATIONS)
         assert differences(expected, training.outcome()) == []
     # Once more with more room.
-    assert asked == ([True, True, False] if fails == "capture" else [True, False])
+    assert asked == ([True, False] if fails == "rehearsal" else [True, True, False])
 
 
 @pytest.mark.parametrize(

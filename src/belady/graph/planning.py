@@ -219,9 +219,8 @@ class Planning:
             self._tighten(kind)
         elif kind.prospect.instead is not None and kind.prospect.way is Way.ISSUED:
             instead, kind.prospect.instead = kind.prospect.instead, None
-            # Once more where a capture lacked room.
             tight = kind.prospect.tight
-            again = bool(kind.prospect.lacking_bytes) and self._launches(kind, *instead)
+            again = any(self._launches(kind, *instead) for _ in kind.prospect.chances())
             kind.prospect.lacking_bytes = None if tight else 0
             if not again:
                 self._put_in_force(kind, *instead[:2])
@@ -232,7 +231,7 @@ class Planning:
         Where the host is late, or where a plan loses time: launches leave it more room.
         """
         prospect, plan, least = kind.prospect, follows.plan, min(measured.iterations)
-        late = gains(*freed(drawn.trace, follows.hardware, plan))
+        late = gains(*freed(drawn.trace, follows.hardware, plan, kind.trial or follows))
         if not late and not loses(drawn.trace, plan):
             prospect.asked, prospect.way = True, Way.ISSUED
             return False

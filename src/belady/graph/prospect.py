@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -172,6 +172,15 @@ class Prospect:
         """Have a plan be asked for with so much more room, once: after the first capture."""
         if self.lacking_bytes is None:
             self.lacking_bytes = nbytes
+
+    def chances(self) -> Iterator[None]:
+        """Once more where a capture lacked room; unpacked, where no plan leaves what it did."""
+        lacked, tight = bool(self.lacking_bytes), self.tight
+        if lacked:
+            yield
+        if lacked and tight and self.packs:
+            self.unpack()
+            yield
 
     def lend_no_more(self) -> None:
         """Have another plan be asked for, which leaves a step what it takes."""

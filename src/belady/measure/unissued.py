@@ -12,6 +12,7 @@ from belady.ir.plan import Assignment, Offload, Plan
 from belady.ir.timeline import Lane, Span
 from belady.ir.trace import Phase, Storage, StorageKind, Trace
 from belady.measure.corrections import unhindered_seconds
+from belady.measure.trial import Trial
 from belady.simulate import simulate
 from belady.simulate.engine import iteration_seconds, kernel_seconds, last_of_forward
 from belady.simulate.reassigned import reassigned
@@ -51,14 +52,24 @@ def unissued(trace: Trace) -> Trace:
     return replace(trace, ops=tuple(ops), storages=tuple(storages))
 
 
-def freed(trace: Trace, hardware: HardwareProfile, plan: Plan) -> tuple[float, float]:
+def freed(trace: Trace, hardware: HardwareProfile, plan: Plan, run: Trial) -> tuple[float, float]:
     """Seconds foretold of an iteration under the plan if no host were ever late, and with one.
 
     What lies between is what launches of this plan could gain; another one may be faster anyway.
+    What of iterations that have run is not foretold counts as the host's: a launch will tell.
+
+    Parameters
+    ----------
+    run
+        A plan that was measured, and the machine as it showed itself.
     """
     alone = replace(trace, ops=tuple(replace(op, host_seconds=0.0) for op in trace.ops))
     without = iteration_seconds(alone, _unissuing(hardware), plan)
-    return without, iteration_seconds(trace, hardware, plan)
+    issued, slower = iteration_seconds(trace, hardware, plan), 1.0
+    if run.measured is not None:
+        took = min(run.measured.iterations)
+        slower = max(1.0, took / iteration_seconds(trace, run.hardware, run.plan))
+    return without, slower * issued
 
 
 def loses(trace: Trace, plan: Plan) -> bool:

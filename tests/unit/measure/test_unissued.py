@@ -11,8 +11,9 @@ import pytest
 from belady.ir.hardware import Allocator, HardwareProfile
 from belady.ir.legality import check
 from belady.ir.plan import Assignment, Budget, Offload, Plan
-from belady.ir.timeline import Lane, Span, Timeline
+from belady.ir.timeline import Lane, Measured, Span, Timeline
 from belady.ir.trace import Phase, Storage, StorageKind, Tier, Trace, Value
+from belady.measure.trial import Trial
 from belady.measure.unissued import (
     for_launches,
     freed,
@@ -319,14 +320,27 @@ def test_launches_gain_what_an_iteration_waits_for_its_host(host_us: int, gains:
     specs = [OpSpec(nbytes=MIB, device_us=100, host_us=host_us) for _ in range(LAYERS)]
     trace = build_trace(specs, every_boundary=True)
     plan = make_plan("baseline", trace, machine(1e9), Budget(1 << 30))
-    without, issued = freed(trace, machine(1e9), plan)
+    without, issued = freed(trace, machine(1e9), plan, Trial(plan, machine(1e9), "baseline"))
     # Forward, which takes a third of the device's time, waits for half as long again.
     assert 1 - without / issued == pytest.approx(gains, abs=0.02)
+
+
+@pytest.mark.parametrize(("times", "slower"), [(3.0, 3.0), (0.5, 1.0)])
+def test_what_an_iteration_took_longer_than_foretold_counts_as_the_hosts(
+    times: float, slower: float
+) -> None:
+    trace, late = network(), machine(1e9)
+    plan, other = sending_all(trace, begins(trace), late=0), sending_all(trace, 0, late=0)
+    run = Trial(other, late, "vdnn_all")
+    without, issued = freed(trace, late, plan, run)
+    took = times * simulate(trace, late, other).seconds
+    run = replace(run, measured=Measured(1, took, (2 * took, took), ()))
+    assert freed(trace, late, plan, run) == (without, pytest.approx(slower * issued))
 
 
 def test_launches_issue_no_copies() -> None:
     trace, late = network(), replace(machine(1e12), hook_s=0.0)
     late = replace(late, links=tuple(replace(link, issue_s=1e-3) for link in late.links))
     plan = sending_all(trace, begins(trace), late=0)
-    without, issued = freed(trace, late, plan)
+    without, issued = freed(trace, late, plan, Trial(plan, late, "vdnn_all"))
     assert without < 0.5 * issued
