@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +30,13 @@ class Checked(NamedTuple):
     result: int | None
 
     @classmethod
-    def of(cls, saved: torch.Tensor, given: list[Any], results: list[Any]) -> Checked:
-        """What a tensor that was saved is, of what was given or results."""
-        storage = storage_of(saved)
-        numbers = [n for n, it in enumerate(given) if storage_of(it) == storage]
-        places = [n for n, it in enumerate(results) if storage_of(it) == storage]
-        return cls(numbers[0] if numbers else None, places[0] if places else None)
+    def each(
+        cls, saved: Iterable[torch.Tensor], given: Sequence[Any], results: Sequence[Any]
+    ) -> list[Checked]:
+        """What each tensor that was saved is, of what was given or results."""
+        numbers, places = _firsts(given), _firsts(results)
+        names = map(storage_of, saved)
+        return [cls(numbers.get(name), places.get(name)) for name in names]
 
     def among(self, args: list[Any], results: list[Any]) -> torch.Tensor:
         """A tensor that shares its version."""
@@ -43,6 +44,11 @@ class Checked(NamedTuple):
         it = results[self.result or 0] if number is None else args[number]
         assert isinstance(it, torch.Tensor)
         return it.detach()
+
+
+def _firsts(values: Sequence[Any]) -> dict[int, int]:
+    """The first place of each storage."""
+    return {storage_of(values[place]): place for place in reversed(range(len(values)))}
 
 
 class Owed:

@@ -194,9 +194,8 @@ class Launched:
         results, saved, _ = made
         self._results = [self._kept(it, outside) for it in results]
         self._saved = [self._kept(it, outside) for it in saved]
-        self._checked = [
-            Checked.of(saved[place], self._given, results) for place in self._program.checked
-        ]
+        watched = (saved[place] for place in self._program.checked)
+        self._checked = Checked.each(watched, self._given, results)
         fresh.append(saved)
         # Backward is captured as it runs: what it consumes goes, and others get the bytes.
         del made, results, saved

@@ -24,7 +24,8 @@ from belady.graph.program import Program
 from belady.memory.geometry import unseen
 from belady.memory.ledger import Ledger
 from belady.memory.marks import Mark, Notes, lives_of, small_bytes_of
-from belady.simulate.packing import Life, Packing, packed
+from belady.simulate.coming import Life
+from belady.simulate.packing import Packing, packed
 from belady.simulate.stretch import SMALL
 
 # Seconds for which blocks are packed in other ways, and of how many blocks each more second is.

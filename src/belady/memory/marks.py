@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 
 from belady.memory.extents import round_up
-from belady.simulate.packing import Life
+from belady.simulate.coming import Life
 from belady.simulate.stretch import LEAST, SMALL, Event, end_of
 
 

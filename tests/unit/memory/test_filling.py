@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from belady.memory import filling as fillings
 from belady.memory.cap import WALL_BYTES
 from belady.memory.filling import Filling, Hole
-from belady.simulate.packing import Life, Packing, packed
+from belady.simulate.coming import Life
+from belady.simulate.packing import Packing, packed
 from belady.simulate.stretch import Stretch
 from tests.unit.simulate.test_packing import mixed
 
@@ -89,6 +90,16 @@ def test_blocks_lie_where_they_are_to(rng: random.Random, count: int, before: in
     assert [at - before for at in found] == list(packing.addresses)
     assert filling.missed == []
     assert memory.stretch.end == before + packing.end + WALL_BYTES
+
+
+def test_those_that_come_alone_do_whatever_lies_below_them() -> None:
+    # Many are hardly larger than others: what lies between them cannot be filled.
+    rng = random.Random(0)
+    sizes = [rng.choice((4, 5, 7, 16, 33)) * MIB // 2 for _ in range(200)]
+    lives = [Life(it, at, at + rng.randrange(8)) for at, it in enumerate(sizes)]
+    packing = packed(lives, MIB, 0.0)
+    memory = OneStretch(packing.end + WALL_BYTES)
+    assert carried_out(memory, Filling(memory, packing), packing) == list(packing.addresses)
 
 
 def test_without_it_they_do_not() -> None:

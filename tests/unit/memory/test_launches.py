@@ -15,8 +15,9 @@ from belady.memory.capturing import LackingError
 from belady.memory.fixed import FixedCarrier
 from belady.memory.lanes import lanes_for
 from belady.memory.launches import Launches
+from belady.simulate.coming import Life
 from belady.simulate.holes import Holes
-from belady.simulate.packing import Life, Packing
+from belady.simulate.packing import Packing
 
 DEVICE = torch.device("cuda", 0)
 MANY = 1 << 20

@@ -8,7 +8,8 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from belady.simulate.packing import Life, Packing, held_bytes, packed
+from belady.simulate.coming import Life
+from belady.simulate.packing import Packing, held_bytes, packed
 from belady.simulate.stretch import end_of
 
 MIB = 1 << 20
