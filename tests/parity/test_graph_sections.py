@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,21 @@ from belady.graph.session import Session
 from belady.ir.plan import Section
 from belady.ir.run import Run
 from belady.ir.trace import Source, Tier
+from belady.sections import searching
 from belady.sections.choice import Beside, Chosen
+from belady.sections.cutting import Cutting
 from tests.parity.test_cutting import MIB, Wide, images, perceptron, precise_images, sequences
 from tests.parity.test_cutting import Feedforward as Perceiving
 from tests.support import training as steps
 from tests.support.models import Task
-from tests.support.training import Step, Training, accumulating, footprint, plain
+from tests.support.training import (
+    Step,
+    Training,
+    accumulating,
+    differences,
+    footprint,
+    plain,
+)
 
 ITERATIONS = range(5)
 
@@ -154,6 +164,53 @@ def test_a_budget_that_is_refused_without_slices_trains_in_them(of: Task) -> Non
     assert_near(Training(of).run(plain, ITERATIONS), training)
     assert run.plan.numerics == ("sections",)
     assert not [note for note in run.notes if "not captured" in note]
+
+
+@pytest.mark.parametrize(("share", "cut"), [(0.0, False), (1.0, True)])
+def test_what_fits_but_for_workspaces_trains_in_slices(
+    share: float, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: share)
+    searched = noted(monkeypatch)
+    training, run = Training(WIDE), None
+    with belady.virtualize(training.models, int(needed(WIDE) * 1.2), engine="graph") as vm:
+        training.run(plain, ITERATIONS)
+        run = vm.run()
+    assert run is not None
+    assert ("sections" in run.plan.numerics) is cut
+    # Once, for the kind of call that there is.
+    assert len(searched) == cut
+    assert_near(Training(WIDE).run(plain, ITERATIONS), training)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What slices were looked for, for the sake of workspaces."""
+    found, search = list[object](), Cutting.cut_for_workspaces
+
+    def note(self: Cutting, *given: Any) -> bool:
+        found.append(given)
+        return search(self, *given)
+
+    monkeypatch.setattr(Cutting, "cut_for_workspaces", note)
+    return found
+
+
+def test_where_no_slices_make_room_for_workspaces_it_trains_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 1.0)
+    monkeypatch.setattr(Beside, "chosen", lambda *_: None)
+    searched = noted(monkeypatch)
+    training = Training(WIDE)
+    with belady.virtualize(training.models, int(needed(WIDE) * 1.2), engine="graph") as vm:
+        training.run(steps.evaluating, ITERATIONS)
+        run = vm.run()
+    assert run is not None
+    assert run.plan.numerics == ()
+    # In training alone: in eval mode there is room.
+    assert len(searched) == 1
+    expected = Training(WIDE).run(steps.evaluating, ITERATIONS)
+    assert differences(expected.outcome(), training.outcome()) == []
 
 
 @pytest.mark.parametrize("of", [WIDE, NORMS], ids=str)

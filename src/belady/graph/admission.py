@@ -11,18 +11,25 @@ from torch import nn
 
 from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
+from belady.ir.trace import Trace
 from belady.measure.key import Key, pass_key
 from belady.measure.stages import Policy
 from belady.planners.places import Sections
+from belady.sections.choice import COPIES
 from belady.sections.cutting import Cutting
 from belady.sections.unrolled import Unrolling
 
 Call = tuple[Any, Any]
 
-# How often modules are cut anew for one call, each time for what the graph lacked.
-_TRIES = 4
+# How often modules are cut anew for one call, each time for what the graph lacked; and kinds of
+# calls of which it is remembered that they were weighed.
+_TRIES, _KINDS = 4, 64
 # Why modules are not in slices: of so many it is said.
 _REASONS = 3
+
+
+class _LacksWorkspacesError(Exception):
+    """A graph fits, but not beside what libraries will ask for; nothing of its call has run."""
 
 
 class Admission:
@@ -44,6 +51,8 @@ class Admission:
         # Slices of tokens are copies made dense, of which a graph knows nothing yet.
         self._cutting = Cutting(policy, hardware, device, self._put, alongs=(0,))
         self._in_force: dict[nn.Module, Unrolling] = {}
+        self._under: tuple[nn.Module, Call] | None = None
+        self._weighed: set[Key] = set()
         # Kinds of calls take turns, and each would be captured anew with another one.
         self._made: dict[tuple[nn.Module, Sections], Unrolling] = {}
 
@@ -84,7 +93,11 @@ class Admission:
                 self._settle(module, call)
         for _ in range(_TRIES):
             try:
-                return self._through(module, run)
+                return self._through(module, call, run)
+            except _LacksWorkspacesError:
+                with aside():
+                    self._make_room(module, call)
+                continue
             except InfeasibleBudgetError as error:
                 # A traceback keeps the frames of all callers, and with them the user's tensors.
                 refusal = error.with_traceback(None)
@@ -95,7 +108,25 @@ class Admission:
                 raise refusal
             with aside():
                 self._cut(module, call, refusal)
-        return self._through(module, run)
+        return self._through(module, call, run)
+
+    def weigh(self, trace: Trace) -> None:
+        """See whether a graph that fits does so beside what libraries ask for: else it is cut.
+
+        Once for a kind of call, and while nothing of it has run. What ran with less would take
+        slower algorithms and stay with them.
+        """
+        if self.began or self._under is None or self._closed:
+            return
+        key = self._key(*self._under)
+        if key in self._weighed:
+            return
+        if len(self._weighed) >= _KINDS:
+            self._weighed.clear()
+        self._weighed.add(key)
+        cut = self._cutting.is_cut(key, self._under[0])
+        if not cut and self._cutting.lacks_workspaces(*self._under, trace):
+            raise _LacksWorkspacesError
 
     def close(self) -> None:
         """Let everything run as it did. Idempotent."""
@@ -110,15 +141,21 @@ class Admission:
         if not self._cutting.holds(key, module):
             self._cutting.begin(key, module)
 
-    def _through(self, module: nn.Module, run: Callable[[], Any]) -> Any:
-        self.began = False
-        sections = self.in_force(module)
+    def _through(self, module: nn.Module, call: Call, run: Callable[[], Any]) -> Any:
+        self.began, outer = False, self._under
+        sections, self._under = self.in_force(module), (module, call)
         with nullcontext() if sections is None else sections.standing():
             self._cutting.gate.open(module)
             try:
                 return run()
             finally:
+                self._under = outer
                 self._cutting.gate.shut(module)
+
+    def _make_room(self, module: nn.Module, call: Call) -> None:
+        key = self._key(module, call)
+        self._cutting.begin(key, module)
+        self._cutting.cut_for_workspaces(key, module, call, COPIES[1:2])
 
     def _cut(self, module: nn.Module, call: Call, refusal: InfeasibleBudgetError) -> None:
         """Put modules in slices, or in more of them.

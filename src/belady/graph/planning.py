@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.timeline import Measured
+from belady.ir.trace import Trace
 from belady.measure.kernels import ITS_OWN, Kernels
 from belady.measure.margins import with_settled
 from belady.measure.stages import Policy, Stage
@@ -51,6 +52,8 @@ class Planning:
         The models whose parameters the graphs take.
     inductor
         Makes the kernels of planned iterations; None: each op has its own.
+    weigh
+        Told of the trace of each graph that fits, before it runs; what it raises is raised.
 
     Attributes
     ----------
@@ -67,12 +70,11 @@ class Planning:
         hardware: HardwareProfile,
         carrier: Carrier,
         inductor: Inductor | None,
+        weigh: Callable[[Trace], None],
     ) -> None:
-        self._inductor = inductor
-        self._modules = modules
-        self._policy = policy
-        self._hardware = hardware
-        self._carrier = carrier
+        self._inductor, self._weigh = inductor, weigh
+        self._modules, self._policy = modules, policy
+        self._hardware, self._carrier = hardware, carrier
         self.bits = Bits(exact=policy.exact)
         self._ordering = Ordering(policy.name)
         kernels = ITS_OWN
@@ -138,6 +140,7 @@ class Planning:
             self._floors[graph, watched] = known
             trace, given = known.drawn.trace, bytes_of(graph.joint.tangents if graph.joint else ())
             self._losses.attach_for(trace, self._hardware, self._policy, given)
+            self._weigh(trace)
         return known
 
     def _in_order(

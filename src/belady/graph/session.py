@@ -73,12 +73,12 @@ class Session:
         inductor: Inductor | None = None,
     ) -> None:
         self.device, self.budget_bytes = carrier.device, policy.budget.device_bytes
-        self.plain_bits = inductor is None
+        self.plain_bits, self.calling = inductor is None, ""
         self.reasons, self.notes = Counter[str](), list[str]()
-        self.calling = ""
         self.admission = Admission(policy, hardware, carrier.device)
         self._modules = modules
-        self._planning = Planning(modules, policy, hardware, carrier, inductor)
+        weigh = self.admission.weigh
+        self._planning = Planning(modules, policy, hardware, carrier, inductor, weigh)
         self.launching = self._planning.launching
         self._hardware, self._carrier, self._ended = hardware, carrier, ended
         self._monitor = Monitor(self.device, carrier)
