@@ -34,7 +34,9 @@ _MOST_MARKS = 64
 class Sample:
     """One iteration: device events or host times at its ends, and its counts at level 1.
 
-    ``number`` says which of the program it was, the first being 1.
+    ``number`` says which of the program it was, the first being 1. ``waits`` and ``paces`` give
+    ``stall_seconds`` and ``paced``, once the device has passed what they need: nobody is to wait
+    for it as an iteration ends.
     ``host_seconds`` is what the host spent inside the roots on the program's own account, and
     ``engine_seconds`` what issuing the plan took it in all, ``replay_seconds`` of them to take over
     what stays on the device or is made again; 0 where nobody counts it. ``hook_seconds`` is what
@@ -54,7 +56,7 @@ class Sample:
     peaks: tuple[TierPeak, ...] = ()
     reserved_bytes: int = 0
     retries: int = 0
-    stall_seconds: float = 0.0
+    waits: Callable[[], float] = float
     moved: tuple[Moved, ...] = ()
     host_seconds: float = 0.0
     engine_seconds: float = 0.0
@@ -65,7 +67,7 @@ class Sample:
     marks: list[tuple[Phase, Moment]] = field(default_factory=list)
     now: Callable[[], Moment] | None = None
     pace: Pace | None = None
-    paced: dict[tuple[int, int], float] = field(default_factory=dict)
+    paces: Callable[[], dict[tuple[int, int], float]] = dict
     held: bool = False
     beside_bytes: int = 0
     outside_bytes: int = 0
@@ -88,6 +90,20 @@ class Sample:
         under_way = self.marks[-1][0] if self.marks else Phase.FORWARD
         if self.now is not None and phase is not under_way and len(self.marks) < _MOST_MARKS:
             self.marks.append((phase, self.now()))
+
+    @property
+    def stall_seconds(self) -> float:
+        """What computation waited for copies; waits for the device where it must."""
+        waited = self.waits()
+        self.waits = lambda: waited
+        return waited
+
+    @property
+    def paced(self) -> dict[tuple[int, int], float]:
+        """Seconds between boundaries; waits for the device where it must."""
+        paced = self.paces()
+        self.paces = lambda: paced
+        return paced
 
     @property
     def seconds(self) -> float:
@@ -197,10 +213,10 @@ class Monitor:
             TierPeak(Tier.HOST, carrier.peak_host_bytes),
             TierPeak(Tier.DISK, carrier.peak_disk_bytes),
         )
-        sample.stall_seconds = sum(carrier.collect_stalls().values())
+        sample.waits = carrier.waits()
         sample.moved = tuple(m for m in carrier.counters.values() if m.copies)
         if sample.pace is not None:
-            sample.paced, sample.pace = sample.pace.seconds(), None
+            sample.paces, sample.pace = sample.pace.seconds, None
 
     def _now(self) -> Moment:
         if self.device.type != "cuda":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -195,6 +195,13 @@ class Carrier:
         On a CUDA device it blocks until the device has passed the last wait.
         """
         return self._meter.stalls()
+
+    def waits(self) -> Callable[[], float]:
+        """Gives the seconds that computation waited until now, as `collect_stalls` counts them.
+
+        It is what is called that blocks until the device has passed the last wait.
+        """
+        return self._meter.waits()
 
     def record(self) -> Tape:
         """Take down every copy and wait from now on; waits for the device first."""

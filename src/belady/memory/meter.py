@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from belady.ir.timeline import Lane, Moved
@@ -75,6 +75,12 @@ class Meter:
         with self._lock:
             self._fold(len(self._pending))
             return dict(self._stalls)
+
+    def waits(self) -> Callable[[], float]:
+        """Gives the seconds waited until now, whatever follows; blocks as `stalls` when called."""
+        with self._lock:
+            before, pending = sum(self._stalls.values()), [*self._pending]
+        return lambda: sum((self._lanes.seconds(*ends) for _, *ends in pending), before)
 
     def reset(self) -> None:
         """Start again from zero."""

@@ -222,12 +222,12 @@ def test_links_that_were_measured_while_others_used_them_are_faster() -> None:
     assert found is not None
     assert simulate(TRACE_FAST, found, plan).seconds <= truth.seconds
     # One that waits for them as long as predicted is shorter for another reason.
-    waits_still = replace(timed(truth.seconds), stall_seconds=0.9 * waits.stall_seconds)
+    waits_still = replace(timed(truth.seconds), waits=lambda: 0.9 * waits.stall_seconds)
     assert with_links_of(TRACE_FAST, plan, slow, [waits_still]) is None
     # Where something else makes it shorter, too, links are as fast as its waits say.
     faster = replace(slow, links=tuple(_slower(it, 0.5) for it in slow.links))
     twice = simulate(TRACE_FAST, faster, plan)
-    mixed = replace(timed(twice.seconds - 4.0), stall_seconds=twice.stall_seconds)
+    mixed = replace(timed(twice.seconds - 4.0), waits=lambda: twice.stall_seconds)
     less = with_links_of(TRACE_FAST, plan, slow, [mixed])
     assert less is not None
     assert less.links[0].duplex_bytes_per_s == 2 * slow.links[0].duplex_bytes_per_s
@@ -253,17 +253,17 @@ def test_links_beside_kernels_are_as_slow_as_an_iteration_waits_for_them() -> No
     plan = plan_of(TRACE_FAST, Offload(Tier.HOST, 0, 1, 3, 3))
     slow = replace(gpu(), links=tuple(_slower(link, 1.15) for link in gpu().links))
     truth, probed = simulate(TRACE_FAST, slow, plan), simulate(TRACE_FAST, gpu(), plan)
-    seen = replace(timed(truth.seconds), stall_seconds=truth.stall_seconds)
+    seen = replace(timed(truth.seconds), waits=lambda: truth.stall_seconds)
     found = with_links_of(TRACE_FAST, plan, gpu(), [timed(99.0), seen])
     assert found is not None
     assert simulate(TRACE_FAST, found, plan).seconds == pytest.approx(truth.seconds, rel=0.01)
     # What flushes have held up does not count beside others, nor alone.
-    flushed = replace(seen, ended=0.9 * truth.seconds, stall_seconds=9.0, retries=1)
+    flushed = replace(seen, ended=0.9 * truth.seconds, waits=lambda: 9.0, retries=1)
     assert with_links_of(TRACE_FAST, plan, gpu(), [flushed, seen]) == found
     assert with_links_of(TRACE_FAST, plan, gpu(), [replace(seen, retries=1)]) is None
     # What is longer for another reason, or waits no longer than the noise, says nothing of links.
     for agreed in (
-        replace(seen, stall_seconds=probed.stall_seconds),
+        replace(seen, waits=lambda: probed.stall_seconds),
         replace(seen, ended=probed.seconds),
     ):
         assert with_links_of(TRACE_FAST, plan, gpu(), [agreed]) is None
@@ -275,10 +275,10 @@ def test_waits_that_were_not_foretold_are_of_slower_links_where_these_explain_th
     slow = replace(gpu(), links=tuple(_slower(link, 1.4) for link in gpu().links))
     truth, probed = simulate(trace, slow, plan), simulate(trace, gpu(), plan)
     assert probed.stall_seconds == 0 < truth.stall_seconds
-    seen = replace(timed(truth.seconds), stall_seconds=truth.stall_seconds)
+    seen = replace(timed(truth.seconds), waits=lambda: truth.stall_seconds)
     found = with_links_of(trace, plan, gpu(), [seen])
     assert found is not None
     assert simulate(trace, found, plan).seconds == pytest.approx(truth.seconds, rel=0.02)
     # No such links make an iteration wait for so long.
-    longer = replace(timed(3 * truth.seconds), stall_seconds=2 * truth.seconds)
+    longer = replace(timed(3 * truth.seconds), waits=lambda: 2 * truth.seconds)
     assert with_links_of(trace, plan, gpu(), [longer]) is None

@@ -22,7 +22,8 @@ pace_of = partial(with_pace_of, made=lambda op: True)
 
 
 def paced(*between: tuple[int, int, float]) -> Sample:
-    return Sample(0.0, 9.0, paced={(start, stop): seconds for start, stop, seconds in between})
+    paced = {(start, stop): seconds for start, stop, seconds in between}
+    return Sample(0.0, 9.0, paces=lambda: paced)
 
 
 def seconds_with(trace: Trace, plan: Plan, *samples: Sample) -> list[float]:
