@@ -370,9 +370,20 @@ def first_one_lacks(asked: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_capture_that_lacks_room_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_to_leave(monkeypatch)
     first_one_lacks(asked, monkeypatch)
+    runs, freed = list[Trial](), planning.freed
+
+    def noted(trace: Trace, hardware: Any, plan: Plan, run: Trial, measured: Any) -> Any:
+        runs.append(run)
+        return freed(trace, hardware, plan, run, measured)
+
+    monkeypatch.setattr(planning, "freed", noted)
     *tried, last = train(CNN, plain, "vdnn_all", monkeypatch)
     assert [it.launched for it in tried] == [0] * WAYS
     assert last.launched >= 10
+    # Both plans are weighed by what has run, which none of them has.
+    assert len(runs) == 2
+    assert runs[0] is runs[1]
+    assert runs[0].measured is not None
     # What it lacked is left in addition: all that is needed between launches but 5 bytes.
     assert 0 < asked[1] - asked[0] < asked[0]
 

@@ -36,8 +36,8 @@ _log = logging.getLogger("belady")
 # Most iterations in a row that a kind waits for until it is captured: twice as many each time that
 # what was captured is given back, since something else runs too. And most that it is tried for.
 _MOST = 32
-# Part of an iteration that a launch has to gain.
-_GAINS = 0.02
+# Part of an iteration that a launch has to gain: what is captured keeps its memory.
+_GAINS = 0.01
 _ONCE = ((0, True), (0, False))
 # Where copies go without the host: what is written to disk is written by a thread.
 _TIERS = frozenset({Tier.HOST})
@@ -236,10 +236,10 @@ class Launching:
             self.rest()
             kind.prospect.way = Way.ISSUED
             return
-        *_, before = kind.prospect.instead
+        _, before = kind.prospect.instead[-1]
         fits = found.reserved_bytes <= self._budget_bytes and not found.allocation_retries
         told.log_launched(found, before)
-        if not fits or not gains(min(found.iterations), min(before.iterations)):
+        if not fits or not gains(found.seconds, before.seconds):
             self.rest()
             kind.prospect.issue(told.gained_nothing(found, before, self._budget_bytes))
             return

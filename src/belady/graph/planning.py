@@ -20,13 +20,12 @@ from belady.graph.ops import is_fused
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
-from belady.graph.prospect import NO_FASTER, Way, shows_more
+from belady.graph.prospect import NO_FASTER, Run, Way, shows_more
 from belady.graph.seams import as_fused, at_seams, seams_of
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
-from belady.ir.timeline import Measured
 from belady.ir.trace import Trace
 from belady.measure.kernels import ITS_OWN, Kernels
 from belady.measure.margins import with_settled
@@ -203,11 +202,11 @@ class Planning:
         trace, chosen = kind.conclude(self._verification, force.drawn.trace, self._numerics(kind))
         drawn = replace(force.drawn, trace=trace)
         kind.force = replace(force, drawn=drawn)
-        follows, measured = chosen or kind.trial, kind.measured
+        run, measured = kind.trial, kind.measured
         tried = kind.prospect.way is Way.TRIED and not shows_more(chosen, measured)
-        if tried and follows is not None and measured is not None:
+        if tried and run is not None and measured is not None:
             self.launching.weigh(kind)
-            if self._launches(kind, drawn, follows, measured):
+            if self._launches(kind, drawn, chosen or run, (run, measured)):
                 return
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
@@ -228,14 +227,14 @@ class Planning:
             if not again:
                 self._put_in_force(kind, *instead[:2])
 
-    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, measured: Measured) -> bool:
+    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, run: Run) -> bool:
         """Put a plan in force for launches, where that may gain; ``follows`` comes otherwise.
 
         Where the host is late, or where a plan loses time: launches leave it more room.
         """
-        prospect, plan, least = kind.prospect, follows.plan, min(measured.iterations)
-        late = gains(*freed(drawn.trace, follows.hardware, plan, kind.trial or follows))
-        if not late and not loses(drawn.trace, plan):
+        prospect, plan = kind.prospect, follows.plan
+        without, issued = freed(drawn.trace, follows.hardware, plan, *run)
+        if not (late := gains(without, issued)) and not loses(drawn.trace, plan):
             prospect.asked, prospect.way = True, Way.ISSUED
             return False
         prospect.counted_bytes = fixed_bytes(kind)
@@ -246,12 +245,12 @@ class Planning:
             trace, trial = self._verification.launched(
                 drawn.trace, follows, beside, *numerics, packed=prospect.packs
             )
-            before = least if late else min(least, plan.predicted_seconds)
-            if gains(trial.plan.predicted_seconds, before):
+            # What is issued goes by its host, now better, now worse: the usual counts.
+            if gains(trial.plan.predicted_seconds, min(run[1].seconds, issued)):
                 self._put_in_force(kind, replace(drawn, trace=trace), trial)
                 if prospect.way is Way.TRIED:
                     # What it gains shows when it is launched. What it holds is known.
-                    prospect.instead, kind.stage = (drawn, follows, measured), Stage.STEADY
+                    prospect.instead, kind.stage = (drawn, follows, run), Stage.STEADY
                     prospect.tight = prospect.packs
                 else:
                     self._put_in_force(kind, drawn, follows)

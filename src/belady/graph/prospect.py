@@ -29,6 +29,10 @@ OTHERS = (
 )
 
 
+# A plan that has run, and what was measured under it.
+Run = tuple[Trial, Measured]
+
+
 class Way(Enum):
     """How iterations under a plan run: op by op, as they were captured, or that is to be seen."""
 
@@ -46,7 +50,7 @@ class Prospect:
     way, why
         How they run under the plan in force; and why they are issued, where they might be launched.
     instead
-        What follows a plan for launches that is not faster than what was measured before it.
+        What follows a plan for launches that is not faster than what has run before it.
     asked
         Whether a plan for launches has been asked for.
     wanted, waited
@@ -86,7 +90,7 @@ class Prospect:
 
     way: Way = Way.ISSUED
     why: str = ""
-    instead: tuple[Drawn, Trial, Measured] | None = None
+    instead: tuple[Drawn, Trial, Run] | None = None
     asked: bool = False
     wanted: int = 1
     waited: int = 0

@@ -32,7 +32,7 @@ def said_of(kind: Kind, budget_bytes: int) -> list[str]:
         return [f"{ISSUED}: {prospect.why}"]
     if prospect.way is not Way.LAUNCHED or kind.measured is None or prospect.instead is None:
         return []
-    *_, before = prospect.instead
+    _, before = prospect.instead[-1]
     took = format_seconds(kind.measured.seconds), format_seconds(before.seconds)
     said = [f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"]
     if matters(kind, budget_bytes) and not prospect.lends:
@@ -47,7 +47,7 @@ def gained_nothing(found: Measured, before: Measured, budget_bytes: int) -> str:
     if found.reserved_bytes > budget_bytes:
         held, budget = format_bytes(found.reserved_bytes), format_bytes(budget_bytes)
         return f"launched they take {held}, more than the budget of {budget}"
-    took = format_seconds(min(found.iterations)), format_seconds(min(before.iterations))
+    took = format_seconds(found.seconds), format_seconds(before.seconds)
     return f"launched they take {took[0]}, which is hardly less than {took[1]}, or more"
 
 

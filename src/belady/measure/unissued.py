@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Offload, Plan
-from belady.ir.timeline import Lane, Span
+from belady.ir.timeline import Lane, Measured, Span
 from belady.ir.trace import Phase, Storage, StorageKind, Trace
 from belady.measure.corrections import unhindered_seconds
 from belady.measure.trial import Trial
@@ -52,7 +52,9 @@ def unissued(trace: Trace) -> Trace:
     return replace(trace, ops=tuple(ops), storages=tuple(storages))
 
 
-def freed(trace: Trace, hardware: HardwareProfile, plan: Plan, run: Trial) -> tuple[float, float]:
+def freed(
+    trace: Trace, hardware: HardwareProfile, plan: Plan, run: Trial, measured: Measured
+) -> tuple[float, float]:
     """Seconds foretold of an iteration under the plan if no host were ever late, and with one.
 
     What lies between is what launches of this plan could gain; another one may be faster anyway.
@@ -61,15 +63,12 @@ def freed(trace: Trace, hardware: HardwareProfile, plan: Plan, run: Trial) -> tu
     Parameters
     ----------
     run
-        A plan that was measured, and the machine as it showed itself.
+        A plan that has run, and the machine as it showed itself.
     """
     alone = replace(trace, ops=tuple(replace(op, host_seconds=0.0) for op in trace.ops))
     without = iteration_seconds(alone, _unissuing(hardware), plan)
-    issued, slower = iteration_seconds(trace, hardware, plan), 1.0
-    if run.measured is not None:
-        took = min(run.measured.iterations)
-        slower = max(1.0, took / iteration_seconds(trace, run.hardware, run.plan))
-    return without, slower * issued
+    slower = measured.seconds / iteration_seconds(trace, run.hardware, run.plan)
+    return without, max(1.0, slower) * iteration_seconds(trace, hardware, plan)
 
 
 def loses(trace: Trace, plan: Plan) -> bool:
