@@ -19,6 +19,7 @@ from belady.graph.session import Session
 from belady.ir.plan import Section
 from belady.ir.run import Run
 from belady.ir.trace import Source, Tier
+from belady.measure.restraint import Restrained
 from belady.sections import searching
 from belady.sections.choice import Beside, Chosen
 from belady.sections.cutting import Cutting
@@ -211,6 +212,24 @@ def test_where_no_slices_make_room_for_workspaces_it_trains_whole(
     assert len(searched) == 1
     expected = Training(WIDE).run(steps.evaluating, ITERATIONS)
     assert differences(expected.outcome(), training.outcome()) == []
+
+
+@pytest.mark.parametrize("leaves", [0, 5])
+def test_watched_convolutions_leave_what_those_left_that_were_raced(
+    leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = list[int]()
+
+    def keep_back(_: torch.device, owner: object, nbytes: int) -> None:
+        kept.append(nbytes)
+
+    monkeypatch.setattr(Restrained.__init__, "__defaults__", (keep_back,))
+    monkeypatch.setattr(Cutting, "leaves_bytes", lambda *_: leaves)
+    training, run = trained(WIDE)
+    assert_near(Training(WIDE).run(plain, ITERATIONS), training)
+    # Forward and backward of each, in two iterations that are watched; not in those after them.
+    count = sum("convolution" in op.name for op in run.trace.ops)
+    assert kept == (2 * count * [leaves, 0] if leaves else [])
 
 
 @pytest.mark.parametrize("of", [WIDE, NORMS], ids=str)

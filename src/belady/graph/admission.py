@@ -110,23 +110,29 @@ class Admission:
                 self._cut(module, call, refusal)
         return self._through(module, call, run)
 
-    def weigh(self, trace: Trace) -> None:
+    def weigh(self, trace: Trace) -> int:
         """See whether a graph that fits does so beside what libraries ask for: else it is cut.
 
         Once for a kind of call, and while nothing of it has run. What ran with less would take
         slower algorithms and stay with them.
+
+        Returns
+        -------
+        leaves : int
+            Bytes that its convolutions are to leave of the budget, as they did when slices were
+            raced.
         """
-        if self.began or self._under is None or self._closed:
-            return
-        key = self._key(*self._under)
-        if key in self._weighed:
-            return
-        if len(self._weighed) >= _KINDS:
-            self._weighed.clear()
-        self._weighed.add(key)
-        cut = self._cutting.is_cut(key, self._under[0])
-        if not cut and self._cutting.lacks_workspaces(*self._under, trace):
-            raise _LacksWorkspacesError
+        if self._under is None or self._closed:
+            return 0
+        module, key = self._under[0], self._key(*self._under)
+        if not (self.began or key in self._weighed):
+            if len(self._weighed) >= _KINDS:
+                self._weighed.clear()
+            self._weighed.add(key)
+            cut = self._cutting.is_cut(key, module)
+            if not cut and self._cutting.lacks_workspaces(*self._under, trace):
+                raise _LacksWorkspacesError
+        return self._cutting.leaves_bytes(key, module)
 
     def close(self) -> None:
         """Let everything run as it did. Idempotent."""

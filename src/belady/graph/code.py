@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -144,6 +144,10 @@ class Code:
             elif line.does is Does.HOLDS and reads:
                 told.add(f"{it}.held({', '.join(reads)})", reads)
         return told
+
+    def with_constants(self, instead: Callable[[Any], Any]) -> Code:
+        """The same statements, with what ``instead`` gives for each constant."""
+        return replace(self, constants={n: instead(it) for n, it in self.constants.items()})
 
     def function(self, head: str) -> Callable[..., Any]:
         """Compile ``def {head}`` with these lines; a name is dropped after its last use."""

@@ -21,6 +21,7 @@ from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
 from belady.graph.prospect import NO_FASTER, Run, Way, shows_more
+from belady.graph.restrained import restrained
 from belady.graph.seams import as_fused, at_seams, seams_of
 from belady.graph.trace import draw
 from belady.graph.watching import Lasting, Names
@@ -52,7 +53,7 @@ class Planning:
     inductor
         Makes the kernels of planned iterations; None: each op has its own.
     weigh
-        Told of the trace of each graph that fits, before it runs; what it raises is raised.
+        See `belady.graph.admission.Admission.weigh`.
 
     Attributes
     ----------
@@ -69,7 +70,7 @@ class Planning:
         hardware: HardwareProfile,
         carrier: Carrier,
         inductor: Inductor | None,
-        weigh: Callable[[Trace], None],
+        weigh: Callable[[Trace], int],
     ) -> None:
         self._inductor, self._weigh = inductor, weigh
         self._modules, self._policy = modules, policy
@@ -136,10 +137,10 @@ class Planning:
                 if not self._ordering.may_help(graph):
                     raise
                 known = self._in_order(graph, args, watched, refusal)
-            self._floors[graph, watched] = known
             trace, given = known.drawn.trace, bytes_of(graph.joint.tangents if graph.joint else ())
+            known = restrained(known, self._carrier.device, watched * self._weigh(trace))
+            self._floors[graph, watched] = known
             self._losses.attach_for(trace, self._hardware, self._policy, given)
-            self._weigh(trace)
         return known
 
     def _in_order(

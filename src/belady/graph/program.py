@@ -45,8 +45,15 @@ class Program:
 
     def told(self, keeper: Keeper) -> Program:
         """The same program, of whose values ``keeper`` is told as it runs."""
+        return self._of(lambda code: code.told(keeper))
+
+    def with_constants(self, instead: Callable[[Any], Any]) -> Program:
+        """The same program, with what ``instead`` gives for each constant, functions among them."""
+        return self._of(lambda code: code.with_constants(instead))
+
+    def _of(self, made: Callable[[Code], Code]) -> Program:
         assert self.codes is not None
-        forward, backward = (code.told(keeper) for code in self.codes)
+        forward, backward = map(made, self.codes)
         return replace(
             self, forward=forward.function(_FORWARD), backward=backward.function(_BACKWARD)
         )

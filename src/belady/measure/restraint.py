@@ -10,7 +10,7 @@ import torch
 from belady.memory.allowance import ran_out
 from belady.memory.cap import keep_back
 
-_CONVOLUTIONS = frozenset(
+CONVOLUTIONS = frozenset(
     (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 )
 KeepBack = Callable[[torch.device, object, int], None]
@@ -42,7 +42,7 @@ class Restrained:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call ``func``; with all of the budget where memory runs out with less."""
-        if func not in _CONVOLUTIONS:
+        if func not in CONVOLUTIONS:
             return func(*args, **kwargs)
         try:
             return self._with_less(func, args, kwargs)

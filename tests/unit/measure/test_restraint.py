@@ -92,7 +92,7 @@ def test_where_the_room_is_too_little_all_of_it_is_taken(
             raise error
         return "done"
 
-    monkeypatch.setattr(restraint, "_CONVOLUTIONS", frozenset([short]))
+    monkeypatch.setattr(restraint, "CONVOLUTIONS", frozenset([short]))
     assert Restrained(CPU, LESS, cap)(short, (), {}) == "done"
     assert seen == [LESS, 0]
     assert cap.kept_back == 0
@@ -108,7 +108,7 @@ def test_another_error_of_the_call_is_told_at_once(
         calls.append(cap.kept_back)
         raise error
 
-    monkeypatch.setattr(restraint, "_CONVOLUTIONS", frozenset([wrong]))
+    monkeypatch.setattr(restraint, "CONVOLUTIONS", frozenset([wrong]))
     with pytest.raises(type(error)):
         Restrained(CPU, LESS, cap)(wrong, (), {})
     assert calls == [LESS]
