@@ -4,8 +4,8 @@ An iteration that is launched as it was captured takes and gives back the same b
 allocator, which learns of one block after another, puts each into some hole that it fits into;
 where all are known before, they can be packed (dynamic storage allocation, strongly NP-hard: Garey
 and Johnson, 1979, problem SR2). Packed here as by Sekiyama et al. ("Profile-guided memory
-optimization for deep neural networks", 2018, section 4) block after block, each where it fits
-tightest among those it lives with, and in many orders, as that which comes last lies highest.
+optimization for deep neural networks", 2018, section 4) block after block, each as low as it fits
+among those it lives with, and in many orders, as that which comes last lies highest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from belady.simulate.stretch import LEAST
 
 # Of orders beside the best so far, how many are gone on from although they are worse.
 _WORSE = 0.03
-# How often another block is moved too.
-_ANOTHER = 0.3
+# How often all that are to blame are moved, and how often another block is, too.
+_ALL, _ANOTHER = 0.3, 0.3
 # Gaps that are tried until a block lies as it would come to lie.
 _TRIED = 16
 # What is lost of what is held at once that is not worth another order.
@@ -97,17 +97,19 @@ class _Tried(NamedTuple):
     hangs: bool
 
 
-def _lowest(tried: _Tried) -> tuple[bool, int]:
-    # What lies elsewhere leaves what comes after it no place either, one after another.
-    return tried.hangs, tried.end
+def _lowest(tried: _Tried) -> tuple[bool, int, int]:
+    # What lies elsewhere leaves what comes after it no place either, one after another. Of equal
+    # ends that which fewer blocks reach is nearer to a lower one.
+    return tried.hangs, tried.end, len(tried.blamed)
 
 
 def _moved(tried: _Tried, rng: random.Random) -> list[int]:
-    """An order in which a block that is to blame comes earlier."""
-    order = [*tried.order]
-    block = rng.choice(tried.blamed)
-    place = order.index(block)
-    order.insert(int(place * rng.random()), order.pop(place))
+    """An order in which a block that is to blame comes earlier, or all of them."""
+    blamed = {*(tried.blamed if rng.random() < _ALL else [rng.choice(tried.blamed)])}
+    places = [place for place, it in enumerate(tried.order) if it in blamed]
+    order = [it for it in tried.order if it not in blamed]
+    at = int(places[0] * rng.random())
+    order[at:at] = [tried.order[place] for place in places]
     if rng.random() < _ANOTHER:
         order.insert(rng.randrange(len(order)), order.pop(rng.randrange(len(order))))
     return order
@@ -163,7 +165,7 @@ class _Search:
         return sorted(place, key=place.__getitem__)
 
     def _placed(self, block: int, below: np.ndarray) -> int:
-        """Where a block is to lie: in the tightest gap in which it would come to lie, if any."""
+        """Where a block is to lie: in the lowest gap in which it would come to lie, if any."""
         found = self._gaps(block, below)
         mates = [it for it in self._coming.mates.get(block, ()) if it == block or below[it] >= 0]
         if len(mates) > 1:
@@ -187,7 +189,7 @@ class _Search:
         below[block] = was
 
     def _gaps(self, block: int, below: np.ndarray) -> list[int]:
-        """Addresses in gaps between others that hold the block, the tightest first, and the end."""
+        """Addresses in gaps between others that hold the block, the lowest first, and the end."""
         others = self._coming.beside[block]
         others = others[(below[others] >= 0) & (others != block)]
         if not len(others):
@@ -198,10 +200,9 @@ class _Search:
         begins = np.concatenate(([0], ends))
         gaps = starts - begins[:-1]
         fits = np.flatnonzero(gaps >= self._sizes[block])
-        tightest = fits[np.argsort(gaps[fits], kind="stable")]
         # What lies right above another one is of one hole with it, if that comes now, too; apart
         # from it, with room for what fills what is between, it has its own.
-        wide = tightest[gaps[tightest] > self._sizes[block] + self._small]
+        wide = fits[gaps[fits] > self._sizes[block] + self._small]
         end = int(begins[-1])
-        found = (*begins[tightest], *(starts[wide] - self._sizes[block]))
+        found = (*begins[fits], *(starts[wide] - self._sizes[block]))
         return [*(int(it) for it in found), end, end + self._small + LEAST]
