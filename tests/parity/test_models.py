@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
@@ -87,6 +88,38 @@ def test_policy_changes_no_bit(task: Task, policy: str, device: str) -> None:
         spared = device == "cuda" and policy in ("auto", "hybrid")
         assert policy not in MOVING or run.plan.decisions or spared
     assert policy != "baseline" or not run.plan.decisions
+
+
+class Telling(nn.Module):
+    """Looks at what its layers make, as people who log statistics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (32, 32, 32, 32, 32, 10)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(one, other), nn.LayerNorm(other), nn.GELU())
+            for one, other in pairwise(widths)
+        )
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            # Autograd saves it for this too, and lets go before the next layer saves it.
+            self.seen.append(x.abs().mean().item())
+        return x
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "lifetime", "layrub_intra", "tvdnn_greedy"])
+def test_what_is_saved_for_a_look_in_between_moves_when_it_is_saved_again(policy: str) -> None:
+    def many(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        shape = 64 * size, 32
+        labels = torch.randint(10, shape[:1], generator=generator)
+        return torch.randn(shape, generator=generator), labels
+
+    task = Task("telling", lambda: [Telling()], many)
+    run = at_tight_budget(lambda budget: train(task, plain, policy, budget, "cpu"))
+    assert policy not in MOVING or run.plan.decisions
 
 
 HABITS: tuple[Step, ...] = (

@@ -164,6 +164,13 @@ def times_saved(value: Value) -> Iterator[tuple[int, int, list[int]]]:
     yield start, end, reads
 
 
+def saved_from(value: Value, until: int) -> int:
+    """First save of the uninterrupted time for which a value is saved until ``until``."""
+    if len(value.saves) == 1:
+        return value.first_save
+    return next(start for start, end, _ in times_saved(value) if until <= end)
+
+
 def _where(trace: Trace, index: int, decision: Decision | None) -> tuple[int, list[Interval]]:
     """Boundary until which the value holds its storage, and the bytes held elsewhere meanwhile."""
     # Of a replay it only matters when it runs, and to compare its ops takes longer than to ask.

@@ -12,7 +12,7 @@ from belady.errors import TierError
 from belady.ir.encoding import encoding_of
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Encode, Offload
-from belady.ir.residency import next_anchor
+from belady.ir.residency import next_anchor, saved_from
 from belady.ir.trace import Tier, Trace, Value
 from belady.simulate.routes import routes
 
@@ -106,10 +106,10 @@ def place(trace: Trace, index: int, tier: Tier, schedule: Schedule) -> Offload |
         None when the bytes would not leave the device for a single op.
     """
     value = trace.values[index]
-    released, ready = trace.storages[value.storage].released, read_by(value)
-    if schedule.ready_by is not None:
-        ready = min(ready, schedule.ready_by)
-    out = next_anchor(trace, max(schedule.copy_out_after + 1, value.first_save))
+    released, read = trace.storages[value.storage].released, read_by(value)
+    ready = read if schedule.ready_by is None else min(read, schedule.ready_by)
+    # What is sent before autograd lets go for a time is forgotten then.
+    out = next_anchor(trace, max(schedule.copy_out_after + 1, saved_from(value, read)))
     free = max(out, next_anchor(trace, schedule.free_at))
     gone = max(free, released)
     back = min(next_anchor(trace, schedule.copy_in_at), ready)

@@ -56,6 +56,24 @@ def test_movable_are_saved_activations() -> None:
     assert movable(trace) == tuple(written_by(trace, op) for op in range(3))
 
 
+def test_what_is_let_go_for_a_time_is_sent_when_it_is_saved_again() -> None:
+    trace = net(CHAIN)
+    value = written_by(trace, 0)
+    it = trace.values[value]
+    (save,) = it.saves
+    # Somebody looks at it, and has autograd let go, an op before it is saved for backward.
+    seen = replace(save, packed=save.packed, reads=(), dropped=save.packed + 1)
+    again = replace(save, packed=save.packed + 2)
+    values = list(trace.values)
+    values[value] = replace(it, saves=(seen, again))
+    trace = released_at(replace(trace, values=tuple(values)), value, again.packed + 1)
+    found = place(trace, value, Tier.HOST, Schedule(0, 0, 10**6))
+    assert found is not None
+    assert found.copy_out_after + 1 >= again.packed
+    made = Plan(trace.fingerprint, "test", PLENTY, (Assignment(value, found),))
+    assert check(trace, gpu(), made, PLENTY).problems == ()
+
+
 def test_small_values_do_not_move() -> None:
     trace = net(CHAIN)
     value = written_by(trace, 1)
