@@ -102,8 +102,10 @@ def nothing_compiled() -> Iterator[None]:
     """Where code was compiled nothing is recomputed: each test has a process of its own in this."""
     yield
     calls = sys.modules.get("belady.measure.calls")
-    if calls is not None and calls.compiled_anything():
+    if calls is not None and (calls.compiled_anything() or calls.frames_compiled()):
         sys.modules["torch._dynamo"].reset()
+        # What engines of the test had compiled is forgotten with the rest.
+        calls.compiled_anything()
 
 
 def pytest_collection_finish() -> None:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import belady
 from belady.graph.session import Session
 from belady.ir.trace import Source
+from belady.measure.calls import compiled_anything, frames_compiled
 from belady.virtual import IterationStats, VirtualMemory
 from tests.support.models import CNN, LSTM, Task
 from tests.support.training import Training, differences, footprint, plain, short_at_the_end
@@ -204,6 +205,43 @@ def test_auto_captures_what_can_be_captured_as_a_whole(task: Task) -> None:
     assert (run.trace.source is Source.GRAPH) is (task is CNN)
     said = "engine='eager', since a call could not be captured as a whole: "
     assert [note.startswith(said) for note in run.notes] == ([] if task is CNN else [True])
+
+
+class Deciding(nn.Module):
+    """Goes by a number that it has computed, so that nothing captures it as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) if bool(x.isfinite().all()) else x
+        return x
+
+
+def test_what_auto_leaves_to_hooks_is_computed_again_as_if_nothing_had_been_captured() -> None:
+    assert not compiled_anything()
+    model, x = Deciding(), torch.randn(512, 64)
+    with belady.virtualize(model, 900_000, policy="hybrid", engine="auto") as vm:
+        for _ in range(5):
+            model(x).sum().backward()
+        run = vm.run()
+    assert run is not None
+    assert run.trace.source is not Source.GRAPH
+    assert not [note for note in run.notes if "torch.compile" in note]
+    assert run.plan.decisions
+    # Ways to results were learned, which are not where compiled code may run.
+    assert any(op.replayable for op in run.trace.ops)
+    assert frames_compiled() > 0
+    assert not compiled_anything()
+    # What anybody else compiles counts, also after torch has forgotten all.
+    torch.compile(torch.sin, backend="eager")(x)
+    assert compiled_anything()
+    torch._dynamo.reset()
+    assert not compiled_anything()
+    torch.compile(torch.cos, backend="eager")(x)
+    assert compiled_anything()
 
 
 class Sometimes(Talking):

@@ -17,6 +17,7 @@ from belady.graph.breaks import breaks, why_not
 from belady.graph.capture import backend_of
 from belady.graph.refusals import unmanaged
 from belady.graph.session import Session
+from belady.measure.calls import frames_compiled, nothing_runs_of
 from belady.measure.starving import tell, telling
 from belady.sections.unrolled import Unrolling
 
@@ -63,7 +64,8 @@ class Roots:
         self.instead = instead
         self.exact = exact
         self.reasons: Counter[str] = Counter()
-        self.under_way = False
+        self.under_way = self._closed = False
+        self._frames = 0
         self._prepare = prepare
         self._places: list[_Compiled] = []
         # Also where nobody closes this.
@@ -114,6 +116,8 @@ class Roots:
     def close(self) -> None:
         """Give every forward back. Idempotent."""
         _give_back(self._places)
+        self._closed = True
+        self._compiled(0)
         if self.conductor is not None:
             self.conductor.close()
 
@@ -180,11 +184,21 @@ class Roots:
     def calling(self) -> Iterator[None]:
         """A root is called in the block."""
         before, self.under_way = self.under_way, True
+        frames = frames_compiled()
         try:
             with telling(self._starved, self.conductor):
                 yield
         finally:
             self.under_way = before
+            if not before:
+                self._compiled(frames_compiled() - frames)
+
+    def _compiled(self, frames: int) -> None:
+        """So many frames more were compiled for these roots."""
+        self._frames += frames
+        if self._closed:
+            nothing_runs_of(self._frames)
+            self._frames = 0
 
 
 class _Compiled(Forward):

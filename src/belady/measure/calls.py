@@ -163,15 +163,41 @@ class Learner(Calls):
 def compiled_anything() -> bool:
     """Whether torch.compile is used in this process: called on anything, or has compiled code.
 
-    It would trace a mode of ours into its code, and what its code calls is not seen.
+    It would trace a mode of ours into its code, and what its code calls is not seen. What engines
+    have had captured that are closed does not count.
     """
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is not None and frames.FRAME_COUNTER > 0:
+    frames = frames_compiled()
+    if frames < _Ended.frames:
+        # Torch was reset, and counts from zero again.
+        _Ended.frames = 0
+    if frames > _Ended.frames:
         return True
     contexts = sys.modules.get("torch._dynamo.eval_frame")
     return contexts is not None and any(
-        backend is not None for backend in contexts.cached_backends.values()
+        backend is not None and not _is_ours(backend)
+        for backend in contexts.cached_backends.values()
     )
+
+
+def frames_compiled() -> int:
+    """How often torch.compile has compiled a frame, as far as torch counts."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return 0 if frames is None else int(frames.FRAME_COUNTER)
+
+
+def nothing_runs_of(frames: int) -> None:
+    """Of so many frames, which were compiled for an engine that is closed, nothing runs now."""
+    _Ended.frames += frames
+
+
+class _Ended:
+    frames = 0
+
+
+def _is_ours(backend: Any) -> bool:
+    # Torch holds every backend for good, in a wrapper.
+    function = getattr(backend, "compiler_fn", backend)
+    return str(getattr(function, "__module__", "")).startswith("belady.")
 
 
 def inside_compiled() -> bool:
