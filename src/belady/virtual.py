@@ -67,8 +67,9 @@ def virtualize(
     engine
         ``"eager"``: hooks, for any PyTorch code. ``"graph"``: what `torch.compile` can capture of
         the models runs as graphs whose ops are moved and repeated one by one; the rest of them
-        runs as plain PyTorch, unmanaged, and the report says which parts. ``"inductor"``: the
-        same, with Inductor's kernels between movements; they can change bits. ``"auto"``:
+        runs as plain PyTorch, unmanaged, or with hooks if nothing was captured of any root, and
+        the report says which parts. ``"inductor"``: the same, with Inductor's kernels between
+        movements; they can change bits. ``"auto"``:
         ``"graph"`` if the first call of every root can be captured as a whole, or else ``"eager"``.
 
     Returns
@@ -254,13 +255,12 @@ class VirtualMemory:
         # Not before it is needed: Dynamo takes a second to load.
         from belady.graph.roots import Roots
 
-        instead = self._eagerly if engine == "auto" else None
-        return Roots(self._session, instead, exact=self._limits.exact)
+        undivided, exact = engine == "auto", self._limits.exact
+        return Roots(self._session, self._eagerly, undivided=undivided, exact=exact)
 
     def _eagerly(self, why: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Go on with the eager engine, from a call that is under way."""
-        tracker = self._go_eager(f"a call could not be captured as a whole: {why}")
-        return tracker.call(module, args, kwargs)
+        return self._go_eager(why).call(module, args, kwargs)
 
     def _go_eager(self, why: str) -> Tracker:
         roots, tracker = (

@@ -16,7 +16,7 @@ from belady.graph.kinds import Kind
 from belady.graph.layout import Layout
 from belady.graph.session import Session
 from belady.ir.plan import Offload
-from belady.ir.trace import Tier
+from belady.ir.trace import Source, Tier
 from belady.measure.stages import Stage
 from belady.virtual import VirtualMemory
 from tests.support.models import CLASSES, CNN, GAN, GPT, LSTM, TIED, Residual, Task
@@ -135,9 +135,12 @@ def test_batches_of_two_sizes_are_two_kinds(device: str) -> None:
     assert len(kinds) == 2
 
 
-def test_what_dynamo_does_not_capture_runs_as_plain_pytorch() -> None:
-    vm = train(LSTM, plain, ROOM, "hybrid", "cpu")
-    assert kinds_of(vm) == []
+def test_where_dynamo_captures_nothing_hooks_manage_what_comes_after_the_first_call() -> None:
+    run = train(LSTM, plain, ROOM, "hybrid", "cpu").run()
+    assert run is not None
+    assert run.trace.source is Source.EAGER
+    (why,) = (note for note in run.notes if note.startswith("engine='eager', since nothing of a"))
+    assert "LSTM" in why
 
 
 def test_with_room_for_all_nothing_moves() -> None:

@@ -17,7 +17,7 @@ from belady.graph.breaks import breaks, why_not
 from belady.graph.capture import backend_of
 from belady.graph.refusals import unmanaged
 from belady.graph.session import Session
-from belady.measure.calls import frames_compiled, nothing_runs_of
+from belady.measure.calls import Frames
 from belady.measure.starving import tell, telling
 from belady.sections.unrolled import Unrolling
 
@@ -33,9 +33,11 @@ class Roots:
     prepare
         Makes the session; called with the root of the first call of all.
     instead
-        Runs a call in another way, given a reason, and all later calls; None: what cannot be
-        captured runs as plain PyTorch. It is asked in the first call of each root, before
-        anything of it runs.
+        Runs a call in another way, given a reason, and all later calls. It is asked where nothing
+        of any root was captured, before the next call; what else is not runs as plain PyTorch.
+    undivided
+        Whether it is asked, too, where the first call of a root cannot be captured as a whole,
+        before anything of it runs.
     exact
         Whether no bit may change. Where a call is not captured as a whole, one part may add to a
         gradient that another has summed: parts that sum gradients then run as plain PyTorch.
@@ -57,15 +59,18 @@ class Roots:
         prepare: Callable[[torch.nn.Module], Session],
         instead: Instead | None = None,
         *,
+        undivided: bool = False,
         exact: bool = False,
     ) -> None:
         self.roots: list[torch.nn.Module] = []
         self.conductor: Session | None = None
-        self.instead = instead
+        self.instead, self.undivided = instead, undivided
         self.exact = exact
         self.reasons: Counter[str] = Counter()
-        self.under_way = self._closed = False
-        self._frames = 0
+        self.under_way = False
+        self._frames = Frames()
+        # Roots that were called before anything of one was captured; None once something was.
+        self._bare: set[int] | None = set()
         self._prepare = prepare
         self._places: list[_Compiled] = []
         # Also where nobody closes this.
@@ -116,8 +121,7 @@ class Roots:
     def close(self) -> None:
         """Give every forward back. Idempotent."""
         _give_back(self._places)
-        self._closed = True
-        self._compiled(0)
+        self._frames.close()
         if self.conductor is not None:
             self.conductor.close()
 
@@ -184,21 +188,24 @@ class Roots:
     def calling(self) -> Iterator[None]:
         """A root is called in the block."""
         before, self.under_way = self.under_way, True
-        frames = frames_compiled()
         try:
-            with telling(self._starved, self.conductor):
+            with telling(self._starved, self.conductor), self._frames.counted():
                 yield
         finally:
             self.under_way = before
-            if not before:
-                self._compiled(frames_compiled() - frames)
 
-    def _compiled(self, frames: int) -> None:
-        """So many frames more were compiled for these roots."""
-        self._frames += frames
-        if self._closed:
-            nothing_runs_of(self._frames)
-            self._frames = 0
+    def called(self, module: torch.nn.Module) -> None:
+        """A call of ``module`` is over."""
+        if self.conductor is not None and self.conductor.admission.began:
+            self._bare = None
+        elif self._bare is not None:
+            self._bare.add(id(module))
+
+    @property
+    def captures_nothing(self) -> str:
+        """Why nothing of any root was captured, once all were called; empty where something was."""
+        bare = self._bare is not None and len(self._bare) == len(self.roots)
+        return next(iter(self.reasons), "") if bare else ""
 
 
 class _Compiled(Forward):
@@ -223,17 +230,22 @@ class _Compiled(Forward):
         if _get_current_dispatch_mode_stack():
             roots.left_out(["a call under a dispatch mode, of which Dynamo captures nothing"])
             return plain_forward(module)(*args, **kwargs)
+        if roots.instead is not None and not roots.under_way and (why := roots.captures_nothing):
+            why = f"nothing of a call could be captured: {why}"
+            return roots.instead(why, module, args, kwargs)
         session, inside = roots.open(module), roots.under_way
 
         def run() -> Any:
-            if (roots.instead is not None or roots.exact) and not self._parted:
+            if (roots.undivided or roots.exact) and not self._parted:
                 return self._as_a_whole(roots, args, kwargs)
             return self._in_parts(roots, args, kwargs)
 
         with roots.calling():
             if inside:
                 return run()
-            return session.admission.admitted(module, (args, kwargs), run, roots.aside)
+            result = session.admission.admitted(module, (args, kwargs), run, roots.aside)
+        roots.called(module)
+        return result
 
     def captured_inside(self) -> None:
         """Somebody's capture has come across the module: note it, unless it is one of ours."""
@@ -255,8 +267,9 @@ class _Compiled(Forward):
         try:
             result = run(module, *args, **kwargs)
         except doors.NotCaptured as error:
-            if not self._whole and roots.instead is not None:
-                return roots.instead(why_not(error), module, args, kwargs)
+            if not self._whole and roots.undivided and roots.instead is not None:
+                why = f"a call could not be captured as a whole: {why_not(error)}"
+                return roots.instead(why, module, args, kwargs)
         else:
             self._whole = True
             return result

@@ -8,7 +8,8 @@ it. The calls do: they are seen where Python makes them, before the op runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -185,9 +186,34 @@ def frames_compiled() -> int:
     return 0 if frames is None else int(frames.FRAME_COUNTER)
 
 
-def nothing_runs_of(frames: int) -> None:
-    """Of so many frames, which were compiled for an engine that is closed, nothing runs now."""
-    _Ended.frames += frames
+class Frames:
+    """Counts frames that are compiled for an engine; once it is closed nothing of them runs."""
+
+    def __init__(self) -> None:
+        self._count = self._depth = 0
+        self._closed = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What is compiled in the block is."""
+        before, self._depth = frames_compiled(), self._depth + 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._add(frames_compiled() - before)
+
+    def close(self) -> None:
+        """The engine is closed. Idempotent."""
+        self._closed = True
+        self._add(0)
+
+    def _add(self, frames: int) -> None:
+        self._count += frames
+        if self._closed:
+            _Ended.frames += self._count
+            self._count = 0
 
 
 class _Ended:
