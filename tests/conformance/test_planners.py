@@ -125,7 +125,7 @@ def test_floor_needs_least_without_replays_and_auto_no_more_than_any(
 
 @pytest.fixture(scope="module")
 def long_chain() -> Trace:
-    trace = named(random_trace(seed=1, ops=10_000), list(NAMES))
+    trace = named(random_trace(seed=1, ops=5_000), list(NAMES))
     assert trace.fingerprint
     return trace
 
@@ -133,7 +133,7 @@ def long_chain() -> Trace:
 # All that hybrid_cheap does is to ask hybrid, of a trace in which less can be replayed; so does
 # auto, among others.
 @pytest.mark.parametrize("policy", [it for it in POLICIES if not it.startswith("hybrid")])
-def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
+def test_five_thousand_ops(policy: str, long_chain: Trace) -> None:
     hardware = machine(
         "cuda", link_rate=5.5e10, disk=True, disk_rate=3.4e9, allocator=Allocator(512, 0.05, 0)
     )
@@ -143,9 +143,10 @@ def test_ten_thousand_ops(policy: str, long_chain: Trace) -> None:
     made = plan(policy, long_chain, hardware, Budget(smallest))
     seconds = time.process_time() - start
     assert made.decisions or policy in ("baseline", "layrub_intra")
-    # The design asks for less than a minute for thirty thousand ops, of a core of its own. A
-    # neighbour on the same core costs half of it, which says nothing of the planner.
-    assert seconds < 20 * slower(before)
+    # The design asks for less than a minute for thirty thousand ops, of a core of its own: for ten
+    # thousand 20 s, and for half of them a quarter, if time grew with their square. A neighbour on
+    # the same core costs half of it, which says nothing of the planner.
+    assert seconds < 5 * slower(before)
 
 
 def test_unknown_policy(long_chain: Trace) -> None:
