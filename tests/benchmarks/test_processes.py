@@ -25,6 +25,14 @@ ROOT = Path(__file__).parents[2]
 CASE = Case("resnet50", "plain", precision="fp32", device="cpu", toy=True)
 # No pipe holds so much.
 LARGE = {"references": {"name": "x" * (1 << 22)}}
+# The command, but for a process before the one that measures, which says what the machine is.
+AT_ONCE = """
+import sys
+from benchmarks import sweep
+from benchmarks.__main__ import main
+sweep.here = lambda device: {"device_name": "a device", "torch": "2"}
+sys.exit(main())
+"""
 T = TypeVar("T")
 
 
@@ -46,8 +54,17 @@ def test_who_is_ended_leaves_no_process_that_measures(
     sent: signal.Signals, at_once: str, tmp_path: Path
 ) -> None:
     # More iterations than anybody waits for.
-    command = [sys.executable, "-m", "benchmarks", "run", str(tmp_path / "out.jsonl"), "--toy"]
-    command += ["--precision", "fp32", "--repeats", "1000000", "--at-once", at_once]
+    command = [sys.executable, "-c", AT_ONCE, "run", str(tmp_path / "out.jsonl"), "--toy"]
+    command += [
+        "--precision",
+        "fp32",
+        "--repeats",
+        "1000000",
+        "--at-once",
+        at_once,
+        "--rounds",
+        "1",
+    ]
     child: psutil.Process | None = None
     # What is started in the background by a shell has Ctrl-C ignored, and so would its children.
     heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
@@ -65,7 +82,7 @@ def test_who_is_ended_leaves_no_process_that_measures(
 
 
 def measuring(pid: int) -> psutil.Process | None:
-    """The process that measures; before it there is one that says what the machine is."""
+    """The process that measures, once it has begun."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             if "benchmarks.child" in child.cmdline():
