@@ -55,16 +55,8 @@ def test_who_is_ended_leaves_no_process_that_measures(
 ) -> None:
     # More iterations than anybody waits for.
     command = [sys.executable, "-c", AT_ONCE, "run", str(tmp_path / "out.jsonl"), "--toy"]
-    command += [
-        "--precision",
-        "fp32",
-        "--repeats",
-        "1000000",
-        "--at-once",
-        at_once,
-        "--rounds",
-        "1",
-    ]
+    command += ["--precision", "fp32", "--repeats", "1000000", "--at-once", at_once]
+    command += ["--rounds", "1"]
     child: psutil.Process | None = None
     # What is started in the background by a shell has Ctrl-C ignored, and so would its children.
     heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)

@@ -67,8 +67,8 @@ def recorded(run: Run | None = None) -> Run:
 
 
 def large_run() -> Run:
-    """10,000 ops, every event measured: far more than a page has columns."""
-    trace = random_trace(1, 10_000)
+    """30,000 ops, every event measured."""
+    trace = random_trace(1, 30_000)
     plan = make_plan("floor", trace, GPU, Budget(1 << 40))
     predicted = simulate(trace, GPU, plan)
     copies = tuple(s for s in predicted.spans if s.lane not in (Lane.HOST, Lane.COMPUTE))

@@ -387,9 +387,9 @@ def test_a_large_run_makes_a_small_page_in_time(tmp_path: Path) -> None:
         begun = time.process_time()
         html = page(load(Run, tmp_path / "run.json"))
         seconds = time.process_time() - begun
-    assert seconds < 2 * slower(before)
-    assert len(html.encode()) < 1_600_000
+    assert seconds < 5 * slower(before)
+    assert len(html.encode()) < 5_000_000
     read = Page(html)
-    assert len(read.tags) < 6_000
+    assert len(read.tags) < 20_000
     assert max(len(path.get("d", "")) for d in read.drawings for path in d.iter("path")) < 60_000
     assert "more, each with less of everything" in read.text

@@ -121,8 +121,8 @@ def test_a_large_run_is_shown_and_sorted_at_once(folder: Path) -> None:
     )
     assert charts > 10
     assert width <= 0
-    assert drawn_ms < 3_000
-    assert sorted_ms < 1_000
+    assert drawn_ms < 10_000
+    assert sorted_ms < 2_000
 
 
 @pytest.mark.parametrize("scheme", ["0", "1"])
