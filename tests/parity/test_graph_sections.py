@@ -184,6 +184,42 @@ def test_what_fits_but_for_workspaces_trains_in_slices(
     assert_near(Training(WIDE).run(plain, ITERATIONS), training)
 
 
+class Counting(nn.Module):
+    """Something runs before the first graph, and goes on where what follows has failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls, self.failed = Wide(), 0, 0
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def count(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.count(x)
+        try:
+            return self.body(x)
+        except Exception:
+            self.failed += 1
+            raise
+
+
+def test_what_runs_before_a_graph_that_lacks_workspaces_runs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(searching, "workspace_share", lambda *_: 1.0)
+    searched = noted(monkeypatch)
+    task = Task("counting", lambda: [Counting().double()], precise_images)
+    training = Training(task)
+    with belady.virtualize(training.models, int(needed(WIDE) * 1.2), engine="graph"):
+        training.run(plain, ITERATIONS)
+    (model,) = training.models
+    assert len(searched) == 1
+    assert (model.calls, model.failed) == (len(ITERATIONS), 0)
+    assert_near(Training(task).run(plain, ITERATIONS), training)
+
+
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What slices were looked for, for the sake of workspaces."""
     found, search = list[object](), Cutting.cut_for_workspaces

@@ -244,6 +244,50 @@ def test_what_auto_leaves_to_hooks_is_computed_again_as_if_nothing_had_been_capt
     assert compiled_anything()
 
 
+class Tracing(nn.Module):
+    """Breaks its graph in a loop, if it does at all."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always, self.seen = always, list[float]()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if self.always:
+                self.seen.append(x.sum().item())
+        return x
+
+
+def test_hooks_go_on_only_after_what_was_not_captured_went_back() -> None:
+    model, x = Tracing(always=True), torch.randn(8, 16)
+    with within(model, "hybrid") as vm:
+        # Two calls, and one backward for both.
+        (model(x) + model(x)).sum().backward()
+        assert isinstance(vm._tracker.conductor, Session)
+        for _ in range(4):
+            model(x).sum().backward()
+        assert not isinstance(vm._tracker.conductor, Session)
+        assert vm.run() is not None
+
+
+def test_a_first_call_that_nothing_is_trained_by_leaves_a_model_to_graphs() -> None:
+    model, x = Tracing(always=False), torch.randn(8, 16)
+    with within(model) as vm:
+        with FlopCounterMode(display=False):
+            # A reason why something was not captured.
+            model(x)
+        model.requires_grad_(False)
+        model(x)
+        model.requires_grad_(True)
+        for _ in range(4):
+            model(x).sum().backward()
+        run = vm.run()
+    assert run is not None
+    assert run.trace.source is Source.GRAPH
+
+
 class Sometimes(Talking):
     """Only what is large is captured as a whole."""
 

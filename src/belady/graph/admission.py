@@ -28,10 +28,6 @@ _TRIES, _KINDS = 4, 64
 _REASONS = 3
 
 
-class _LacksWorkspacesError(Exception):
-    """A graph fits, but not beside what libraries will ask for; nothing of its call has run."""
-
-
 class Admission:
     """Answers refusals of graphs of which nothing has run.
 
@@ -52,7 +48,8 @@ class Admission:
         self._cutting = Cutting(policy, hardware, device, self._put, alongs=(0,))
         self._in_force: dict[nn.Module, Unrolling] = {}
         self._under: tuple[nn.Module, Call] | None = None
-        self._weighed: set[Key] = set()
+        # Kinds of calls that were weighed, and those of them that are cut before the next one.
+        self._weighed, self._lacking = set[Key](), set[Key]()
         # Kinds of calls take turns, and each would be captured anew with another one.
         self._made: dict[tuple[nn.Module, Sections], Unrolling] = {}
 
@@ -91,13 +88,14 @@ class Admission:
         if self._in_force or module in self._cutting:
             with aside():
                 self._settle(module, call)
+        if self._lacking and (key := self._key(module, call)) in self._lacking:
+            self._lacking.discard(key)
+            with aside():
+                self._cutting.begin(key, module)
+                self._cutting.cut_for_workspaces(key, module, call, COPIES[1:2])
         for _ in range(_TRIES):
             try:
                 return self._through(module, call, run)
-            except _LacksWorkspacesError:
-                with aside():
-                    self._make_room(module, call)
-                continue
             except InfeasibleBudgetError as error:
                 # A traceback keeps the frames of all callers, and with them the user's tensors.
                 refusal = error.with_traceback(None)
@@ -111,10 +109,10 @@ class Admission:
         return self._through(module, call, run)
 
     def weigh(self, trace: Trace) -> int:
-        """See whether a graph that fits does so beside what libraries ask for: else it is cut.
+        """See whether a graph that fits does so beside what libraries ask for.
 
-        Once for a kind of call, and while nothing of it has run. What ran with less would take
-        slower algorithms and stay with them.
+        Else modules are cut before the next call of its kind. Not in this one: what Dynamo left out
+        before the graph has run, and would run again.
 
         Returns
         -------
@@ -128,10 +126,11 @@ class Admission:
         if not (self.began or key in self._weighed):
             if len(self._weighed) >= _KINDS:
                 self._weighed.clear()
+                self._lacking.clear()
             self._weighed.add(key)
             cut = self._cutting.is_cut(key, module)
             if not cut and self._cutting.lacks_workspaces(*self._under, trace):
-                raise _LacksWorkspacesError
+                self._lacking.add(key)
         return self._cutting.leaves_bytes(key, module)
 
     def close(self) -> None:
@@ -157,11 +156,6 @@ class Admission:
             finally:
                 self._under = outer
                 self._cutting.gate.shut(module)
-
-    def _make_room(self, module: nn.Module, call: Call) -> None:
-        key = self._key(module, call)
-        self._cutting.begin(key, module)
-        self._cutting.cut_for_workspaces(key, module, call, COPIES[1:2])
 
     def _cut(self, module: nn.Module, call: Call, refusal: InfeasibleBudgetError) -> None:
         """Put modules in slices, or in more of them.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -33,6 +34,13 @@ def when_asked_for_more(refuse: Callable[[], None]) -> None:
                 refuse() if node is None else node.register_prehook(lambda _: refuse())
 
     handle = torch._C._current_autograd_node().register_hook(after)
+
+
+def when_back(result: Any, then: Callable[[], None]) -> None:
+    """Call ``then`` in each backward that reaches a tensor of a result; never, if it has none."""
+    for it in tree_leaves(result):
+        if isinstance(it, torch.Tensor) and it.requires_grad:
+            it.register_hook(lambda _: then())  # type: ignore[no-untyped-call]
 
 
 def can_be_given(value: Any) -> bool:

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from belady.forwards import Forward, called, is_patched, plain_forward, run_plain
 from belady.graph import doors
+from belady.graph.autograd import when_back
 from belady.graph.breaks import breaks, why_not
 from belady.graph.capture import backend_of
 from belady.graph.refusals import unmanaged
@@ -69,7 +71,7 @@ class Roots:
         self.reasons: Counter[str] = Counter()
         self.under_way = False
         self._frames = Frames()
-        # Roots that were called before anything of one was captured; None once something was.
+        # Roots that went back, and hold nothing, before anything of one was captured; else None.
         self._bare: set[int] | None = set()
         self._prepare = prepare
         self._places: list[_Compiled] = []
@@ -194,16 +196,16 @@ class Roots:
         finally:
             self.under_way = before
 
-    def called(self, module: torch.nn.Module) -> None:
-        """A call of ``module`` is over."""
+    def called(self, module: torch.nn.Module, result: Any) -> None:
+        """A call of ``module`` is over, with this result."""
         if self.conductor is not None and self.conductor.admission.began:
             self._bare = None
         elif self._bare is not None:
-            self._bare.add(id(module))
+            when_back(result, partial(self._bare.add, id(module)))
 
     @property
     def captures_nothing(self) -> str:
-        """Why nothing of any root was captured, once all were called; empty where something was."""
+        """Why nothing of any root was captured, once all went back; empty where something was."""
         bare = self._bare is not None and len(self._bare) == len(self.roots)
         return next(iter(self.reasons), "") if bare else ""
 
@@ -244,7 +246,7 @@ class _Compiled(Forward):
             if inside:
                 return run()
             result = session.admission.admitted(module, (args, kwargs), run, roots.aside)
-        roots.called(module)
+        roots.called(module, result)
         return result
 
     def captured_inside(self) -> None:

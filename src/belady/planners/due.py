@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from belady.ir.plan import Recompute
 from belady.ir.replay import sources
+from belady.ir.residency import saved_from
 from belady.ir.trace import Trace
 from belady.planners.moves import Schedule, read_by
 
@@ -48,7 +49,8 @@ def due_by(trace: Trace, replays: Mapping[int, Recompute]) -> dict[int, int]:
 def schedule(trace: Trace, index: int, due: int | None) -> Schedule:
     """Gone as soon as may be, and back for the first read or where a replay is ``due``."""
     value = trace.values[index]
-    saved, back = value.first_save, read_by(value)
+    back = read_by(value)
+    saved = saved_from(value, back)
     return Schedule(saved - 1, saved + 1, back if due is None else min(back, due), due)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from belady.ir.curves import curve
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
+from belady.ir.residency import saved_from
 from belady.ir.trace import Trace
 from belady.planners.base import Draft, assemble, finish
 from belady.planners.moves import Case, Schedule, movable, offloads, read_by, tier_for
@@ -47,8 +48,9 @@ class Floor:
 
 def _schedule(trace: Trace, index: int) -> Schedule:
     value = trace.values[index]
-    saved = value.first_save
-    return Schedule(copy_out_after=saved - 1, free_at=saved + 1, copy_in_at=read_by(value))
+    back = read_by(value)
+    saved = saved_from(value, back)
+    return Schedule(copy_out_after=saved - 1, free_at=saved + 1, copy_in_at=back)
 
 
 FLOOR = Floor()
