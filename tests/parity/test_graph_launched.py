@@ -605,11 +605,11 @@ def test_the_least_that_was_lacking_is_what_another_plan_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lacking: list[int] = []
-    lacks = Prospect.lacks
+    failed = Prospect.failed
 
-    def note(self: Prospect, nbytes: int) -> None:
+    def note(self: Prospect, nbytes: int, copied_bytes: int) -> None:
         lacking.append(nbytes)
-        lacks(self, nbytes)
+        failed(self, nbytes, copied_bytes)
 
     begin, reserved = Rerun.__init__, iter([9, 3, 5, *[7] * 40])
 
@@ -617,7 +617,7 @@ def test_the_least_that_was_lacking_is_what_another_plan_leaves(
         begin(self, *given)
         self.reserved = (1 << 30) + next(reserved)
 
-    monkeypatch.setattr(Prospect, "lacks", note)
+    monkeypatch.setattr(Prospect, "failed", note)
     monkeypatch.setattr(Rerun, "__init__", over)
     train(CNN, plain, "vdnn_all", monkeypatch)
     first, second = lacking

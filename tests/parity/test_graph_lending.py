@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import belady
-from belady.graph import launching, told
+from belady.graph import beside, launching, told
 from belady.graph.launched import Launched
 from belady.graph.launching import Launching
-from belady.graph.prospect import Prospect
+from belady.graph.prospect import Stepping
 from belady.graph.steps import Loans, is_known, may_lend
 from belady.measure.monitor import Monitor
 from belady.memory.carrier import Carrier
@@ -153,6 +153,7 @@ def test_a_step_that_cannot_be_lent_to_keeps_its_memory(
     lacking: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     asked = asked_to_leave(monkeypatch)
+    monkeypatch.setattr(beside, "between_bytes", lambda kind, *, lends: 5 if lends else 9)
     if lacking:
         # Otherwise nobody knows what it takes.
         request.getfixturevalue("noted")
@@ -161,7 +162,7 @@ def test_a_step_that_cannot_be_lent_to_keeps_its_memory(
     assert [bool(it.launched) for it in made] == [False, True]
     assert [it.lent for it in made] == [0, 0]
     assert len(asked) == 2
-    assert asked[1] > asked[0]
+    assert asked[1] - asked[0] == 9 - 5
 
 
 def test_a_plan_that_left_what_a_capture_lacked_leaves_a_step_its_memory_too(
@@ -288,8 +289,8 @@ def test_more_than_was_noted_is_not_known() -> None:
     attempt = SimpleNamespace(room_bytes=1 << 30)
     events = [(0, 4000), (1, 5000), (0, 0), (2, 3000), (1, 0), (2, 0)]
     for taken, fits in ((9000, True), (12_900, True), (13_000, False)):
-        prospect = Prospect(stepping_bytes=taken, stepping=events)
-        assert may_lend(launched, attempt, prospect) is fits  # type: ignore[arg-type]
+        step = Stepping(taken, events)
+        assert may_lend(launched, attempt, step) is fits  # type: ignore[arg-type]
 
 
 def test_what_lasts_through_a_step_counts_where_nothing_is_lent(

@@ -19,7 +19,7 @@ from belady.graph import beside
 from belady.graph.beside import still
 from belady.graph.kinds import Kind
 from belady.graph.launched import Launched
-from belady.graph.prospect import Prospect
+from belady.graph.prospect import Again, Beside, Prospect
 from tests.parity.test_graph_launched import CNN, FIRST, GPT, ITERATIONS, noted
 from tests.support.launches import Rerun, launching_on_a_cpu
 from tests.support.models import Task
@@ -202,11 +202,11 @@ def test_a_batch_is_held_until_backward_and_no_longer(
 def test_without_room_for_what_has_moved_a_plan_is_asked_for_that_has_it() -> None:
     prospect = Prospect(packs=True)
     prospect.failed(0, copied_bytes=8)
-    assert (prospect.packs, prospect.lacking_bytes) == (True, 1)
+    assert (prospect.packs, prospect.again) == (True, Again.WANTED)
     # Where that was counted, packed blocks are what has no room.
-    prospect = Prospect(packs=True, counted_bytes=8)
+    prospect = Prospect(packs=True, beside=Beside(copies=8))
     prospect.failed(0, copied_bytes=8)
-    assert (prospect.packs, prospect.lacking_bytes) == (False, 1)
+    assert (prospect.packs, prospect.again) == (False, Again.WANTED)
 
 
 class Spectrum(nn.Module):

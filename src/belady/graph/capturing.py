@@ -11,14 +11,14 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from belady.errors import TierFullError
-from belady.graph.beside import sent
-from belady.graph.kinds import Force
+from belady.graph import beside
+from belady.graph.kinds import Force, Kind
 from belady.graph.launched import Launched
 from belady.memory.cap import WALL_BYTES
 from belady.memory.capturing import Capturing, LackingError
@@ -55,10 +55,10 @@ class Attempt:
         Names (``_cdata``) of the storages that outlive iterations.
     args
         Of the call for which it is captured.
-    events
-        Blocks that come and go in an iteration, in order, as far as that is known.
     room_bytes
         The most that the device may reserve then.
+    events
+        Blocks that come and go in an iteration, in order, as far as that is known.
     first
         What the pool of the last capture that had room began with.
     packing
@@ -71,11 +71,23 @@ class Attempt:
     carrier: Carrier
     lasting: set[int]
     args: Sequence[Any]
-    events: Sequence[Event]
     room_bytes: int
+    events: Sequence[Event] = ()
     first: Holes | None = None
     packing: Packing | None = None
     still: Set[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls, kind: Kind, carrier: Carrier, lasting: set[int], args: Sequence[Any], room_bytes: int
+    ) -> Attempt:
+        """Under the plan in force, by what is known of its blocks."""
+        assert kind.force is not None
+        heard, first = kind.prospect.heard, kind.prospect.holes
+        known = cls(kind.force, carrier, lasting, args, room_bytes)
+        return replace(
+            known, events=heard.events, first=first, packing=heard.packing, still=beside.still(kind)
+        )
 
     def captured(self) -> tuple[Launched | None, int, str]:
         """What was captured; or None, the bytes that were lacking, and why: 0 if more will not do.
@@ -84,8 +96,8 @@ class Attempt:
         """
         least, why, until = 0, "", time.monotonic() + _MOST_S
         for holes in self._ways():
-            known = self.carrier.device, holes, self.room_bytes, self.packing
-            launches: Capturing = Launches(*known)
+            device, room = self.carrier.device, self.room_bytes
+            launches: Capturing = Launches(device, holes, room, self.packing)
             launched, lacking, why = self._with(launches)
             if launched is not None:
                 if holes is not None:
@@ -127,9 +139,8 @@ class Attempt:
         trace, plan = self.force.drawn.trace, self.force.plan
         launched, lacking, why = None, 0, ""
         try:
-            carrier = self.carrier.fixed(sent(trace, plan))
-            given = self.lasting, self.args, self.still
-            launched = Launched(self.force, launches, carrier, *given)
+            carrier = self.carrier.fixed(beside.sent(trace, plan))
+            launched = Launched(self.force, launches, carrier, self.lasting, self.args, self.still)
         except (RuntimeError, TierFullError) as error:
             why, _, _ = str(error).partition("\n")
             _log.info("an iteration cannot be captured: %s", why)

@@ -22,6 +22,31 @@ NOTE = (
 )
 
 
+class Replayed:
+    """Replays of convolutions: whether plans have them, and what users are told of those.
+
+    Parameters
+    ----------
+    exact
+        Whether no bit may change.
+    """
+
+    def __init__(self, *, exact: bool) -> None:
+        self._exact = exact
+        self.notes: list[str] = []
+
+    def allowed(self, trace: Trace) -> Trace:
+        """The trace, without those that may not be."""
+        return kept(trace) if self._exact else trace
+
+    def told(self, trace: Trace, plan: Plan) -> Plan:
+        """The plan, which says of them; noted once."""
+        plan = told(trace, plan)
+        if REPLAYED in plan.numerics and NOTE not in self.notes:
+            self.notes.append(NOTE)
+        return plan
+
+
 def kept(trace: Trace) -> Trace:
     """The trace without replays that may give other bits."""
     ops = (

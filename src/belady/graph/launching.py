@@ -89,22 +89,26 @@ class Launching:
         """See what a verified kind needs beside launches."""
         prospect = kind.prospect
         prospect.packs = packs(self._carrier.device)
-        prospect.stepping_bytes = beside.stepping_bytes(kind)
-        prospect.lends = self.loans.possible and told.matters(kind, self._budget_bytes)
-        prospect.unlent_bytes = beside.between_bytes(kind, lends=False)
-        prospect.between_bytes = beside.between_bytes(kind, lends=prospect.lends)
+        prospect.step.nbytes = beside.stepping_bytes(kind)
+        prospect.step.lent = self.loans.possible and told.matters(kind, self._budget_bytes)
+        prospect.beside.unlent = beside.between_bytes(kind, lends=False)
+        prospect.beside.between = beside.between_bytes(kind, lends=prospect.step.lent)
 
     def begin(self, kind: Kind) -> None:
         """A plan is in force: see whether its iterations may be launched."""
         self.rest()
+        # Once a plan for launches has been asked for, it is the only one that may be.
+        tries = not kind.prospect.asked and self.may(kind)
+        kind.prospect.way = Way.TRIED if tries else Way.ISSUED
+        kind.prospect.begin()
+
+    def may(self, kind: Kind) -> bool:
+        """Whether iterations under the plan in force may be launched."""
         assert kind.force is not None
         alone = len(kind.graphs) == 1 and kind.order == _ONCE
         moved = (it for it in kind.force.plan.decisions.values() if isinstance(it, Offload))
-        tiers = {it.tier for it in moved}
         able = captures(self._carrier.device) and not is_one_of_several()
-        may = able and alone and tiers <= _TIERS and not kind.prospect.asked
-        kind.prospect.way = Way.TRIED if may else Way.ISSUED
-        kind.prospect.begin()
+        return able and alone and {it.tier for it in moved} <= _TIERS
 
     def only(self, kind: Kind) -> None:
         """An iteration begins: what was captured of another kind is given back."""
@@ -249,9 +253,7 @@ class Launching:
 
     def _captured(self, kind: Kind, graph: Captured, args: Sequence[Any]) -> Launched | None:
         """The parts of an iteration as launches, where there is room for what else is needed."""
-        lasting = lasting_of(self._modules)
-        force, joint = kind.force, graph.joint
-        assert force is not None
+        lasting, joint = lasting_of(self._modules), graph.joint
         assert joint is not None
         if reason := why_not(joint, graph.layout, args, lasting):
             _log.info("an iteration cannot be captured: %s", reason)
@@ -261,13 +263,11 @@ class Launching:
             return None
         # A capture places gradients itself.
         self._places.rest()
-        room = self._budget_bytes - kind.prospect.between_bytes
+        room = self._budget_bytes - kind.prospect.beside.between
         if any(it.grad is not None for module in self._modules for it in module.parameters()):
             # They have not been zeroed yet, and so will need other memory in each iteration.
             room -= beside.bytes_of(joint.backward_outputs)
-        prospect = kind.prospect
-        known = prospect.events, room, prospect.holes, prospect.packing, beside.still(kind)
-        attempt = Attempt(force, self._carrier, lasting, args, *known)
+        attempt = Attempt.of(kind, self._carrier, lasting, args, room)
         if (launched := self._attempted(attempt, kind)) is None:
             self._issue_again(kind)
         return launched
@@ -275,18 +275,18 @@ class Launching:
     def _attempted(self, attempt: Attempt, kind: Kind) -> Launched | None:
         """What an attempt captures; None where something is lacking."""
         prospect, (launched, lacking, why) = kind.prospect, attempt.captured()
-        lends, suits = prospect.lends, self.loans.possible
-        if launched is not None and lends and not (suits and may_lend(launched, attempt, prospect)):
+        if launched is None:
+            prospect.why = NO_ROOM if lacking else why
+            prospect.failed(lacking, beside.fixed_bytes(kind))
+            return None
+        lends = prospect.step.lent
+        if lends and not (self.loans.possible and may_lend(launched, attempt, prospect.step)):
             launched.close()
             launched.launches.forget()
             prospect.lend_no_more()
             return None
-        if launched is not None:
-            prospect.holes = launched.launches.holes
-            self.loans.lend_of(launched if lends else None)
-        else:
-            prospect.why = NO_ROOM if lacking else why
-            prospect.failed(lacking, beside.fixed_bytes(kind))
+        prospect.holes = launched.launches.holes
+        self.loans.lend_of(launched if lends else None)
         return launched
 
     def _issue_again(self, kind: Kind) -> None:

@@ -53,7 +53,7 @@ class Listening:
             _, available = ram()
             host = int(_HOST * available)
             self._rehearsal = Rehearsal(
-                self._device, most, host, prospect.scarce, self._ledger.begin
+                self._device, most, host, prospect.heard.scarce, self._ledger.begin
             )
 
     def program(self, program: Program) -> Program:
@@ -64,25 +64,26 @@ class Listening:
         """The iteration went as planned: note what was heard."""
         rehearsal, self._rehearsal = self._rehearsal, None
         if self._ledger.listens:
-            prospect.stepping = self._loans.during
+            prospect.step.events = self._loans.during
             if rehearsal is None:
-                prospect.events = self._loans.before or self._ledger.end()
+                prospect.heard.events = self._loans.before or self._ledger.end()
         if rehearsal is None:
             return
         # It has heard what came and went; what came after is of no use.
         rehearsal.close()
         self._ledger.drop()
-        if prospect.packing is not None or not prospect.packs:
+        heard = prospect.heard
+        if heard.packing is not None or not prospect.packs:
             # It was for want of room alone.
             return
-        prospect.flaws += rehearsal.flawed
-        again = not prospect.rehearsed or rehearsal.flawed
-        if again and prospect.flaws <= _FLAWS:
+        heard.flaws += rehearsal.flawed
+        again = not heard.rehearsed or rehearsal.flawed
+        if again and heard.flaws <= _FLAWS:
             # Kernels that are loaded, and measured by those who choose among them, take more.
-            prospect.rehearsed = True
+            heard.rehearsed = True
             return
-        prospect.packing = None if again else rehearsal.packing()
-        if prospect.packing is None:
+        heard.packing = None if again else rehearsal.packing()
+        if heard.packing is None:
             prospect.unpack()
             prospect.issue(NO_ROOM if again else UNHEARD)
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from belady.errors import InfeasibleBudgetError
-from belady.graph import convolutions
 from belady.graph.beside import bytes_of, fixed_bytes
 from belady.graph.bits import Bits
 from belady.graph.calls import part_of
 from belady.graph.captured import Captured
+from belady.graph.convolutions import Replayed
 from belady.graph.kinds import Force, Kind, all_go_back
 from belady.graph.launching import Launching, gains
 from belady.graph.ops import is_fused
 from belady.graph.ordering import Ordering
 from belady.graph.parts import Drawn, Part
 from belady.graph.placing import Places
-from belady.graph.prospect import NO_FASTER, Run, Way, shows_more
+from belady.graph.prospect import NO_FASTER, Again, Ran, Way, shows_more
 from belady.graph.restrained import restrained
 from belady.graph.seams import as_fused, at_seams, seams_of
 from belady.graph.trace import draw
@@ -85,7 +86,7 @@ class Planning:
         self.launching = Launching(modules, carrier, policy.budget.device_bytes, self._places)
         self._losses = Losses(carrier.device, policy.budget.device_bytes // MATTERS)
         self._floors: dict[tuple[Captured, bool], Force] = {}
-        self._told: list[str] = []
+        self._replayed = Replayed(exact=policy.exact)
 
     @property
     def notes(self) -> list[str]:
@@ -95,7 +96,7 @@ class Planning:
             *self._losses.said,
             *self._ordering.said,
             *self.bits.notes,
-            *self._told,
+            *self._replayed.notes,
             *self._verification.notes,
             *self.launching.notes,
             *compiling,
@@ -138,7 +139,8 @@ class Planning:
                     raise
                 known = self._in_order(graph, args, watched, refusal)
             trace, given = known.drawn.trace, bytes_of(graph.joint.tangents if graph.joint else ())
-            known = restrained(known, self._carrier.device, watched * self._weigh(trace))
+            leaves = self._weigh(trace)
+            known = restrained(known, self._carrier.device, leaves if watched else 0)
             self._floors[graph, watched] = known
             self._losses.attach_for(trace, self._hardware, self._policy, given)
         return known
@@ -161,8 +163,9 @@ class Planning:
         backward = Part(0, "", forward.joint, forward.layout, False, tangents, {})
         seen = set(forward.inputs)
         unseen = sum(n for name, n in lasting.sizes.items() if name not in seen)
-        drawn = self._may_run_again(draw([forward, backward], self._carrier.device, unseen))
-        plan = self._telling(drawn, self._first_plan(drawn))
+        drawn = draw([forward, backward], self._carrier.device, unseen)
+        drawn = replace(drawn, trace=self._replayed.allowed(drawn.trace))
+        plan = self._replayed.told(drawn.trace, self._first_plan(drawn))
         return Force.of([graph], drawn, plan, watched=watched)
 
     def _first_plan(self, drawn: Drawn) -> Plan:
@@ -182,7 +185,7 @@ class Planning:
         InfeasibleBudgetError
             If no plan of the policy fits.
         """
-        drawn = self._may_run_again(drawn)
+        drawn = replace(drawn, trace=self._replayed.allowed(drawn.trace))
         if self._inductor is not None:
             drawn = replace(drawn, trace=as_fused(drawn.trace))
         try:
@@ -207,7 +210,7 @@ class Planning:
         tried = kind.prospect.way is Way.TRIED and not shows_more(chosen, measured)
         if tried and run is not None and measured is not None:
             self.launching.weigh(kind)
-            if self._launches(kind, drawn, chosen or run, (run, measured)):
+            if self._launches(kind, drawn, chosen or run, Ran(run, measured)):
                 return
         if chosen is not None:
             self._put_in_force(kind, drawn, chosen)
@@ -221,46 +224,54 @@ class Planning:
         if kind.starved:
             self._tighten(kind)
         elif kind.prospect.instead is not None and kind.prospect.way is Way.ISSUED:
-            instead, kind.prospect.instead = kind.prospect.instead, None
-            tight = kind.prospect.tight
-            again = any(self._launches(kind, *instead) for _ in kind.prospect.chances())
-            kind.prospect.lacking_bytes = None if tight else 0
-            if not again:
-                self._put_in_force(kind, *instead[:2])
+            drawn, follows, ran = kind.prospect.instead
+            kind.prospect.instead = None
+            if not self._launches_again(kind, drawn, follows, ran):
+                self._put_in_force(kind, drawn, follows)
 
-    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, run: Run) -> bool:
+    def _launches_again(self, kind: Kind, drawn: Drawn, follows: Trial, ran: Ran) -> bool:
+        """The same after a capture; unpacked, where no plan leaves what that lacked."""
+        prospect = kind.prospect
+        wanted, tight = prospect.again is Again.WANTED, prospect.tight
+        launches = wanted and self._launches(kind, drawn, follows, ran)
+        if wanted and not launches and tight and prospect.packs:
+            prospect.unpack()
+            launches = self._launches(kind, drawn, follows, ran)
+        prospect.answered(tight=tight)
+        return launches
+
+    def _launches(self, kind: Kind, drawn: Drawn, follows: Trial, ran: Ran) -> bool:
         """Put a plan in force for launches, where that may gain; ``follows`` comes otherwise.
 
         Where the host is late, or where a plan loses time: launches leave it more room.
         """
         prospect, plan = kind.prospect, follows.plan
-        without, issued = freed(drawn.trace, follows.hardware, plan, *run)
-        if not (late := gains(without, issued)) and not loses(drawn.trace, plan):
-            prospect.asked, prospect.way = True, Way.ISSUED
+        prospect.asked = True
+        without, issued = freed(drawn.trace, follows.hardware, plan, ran.trial, ran.measured)
+        late = gains(without, issued)
+        if not late and not loses(drawn.trace, plan):
+            prospect.way = Way.ISSUED
             return False
-        prospect.counted_bytes = fixed_bytes(kind)
-        beside = prospect.beside_bytes
-        prospect.asked = False
-        try:
-            numerics = self._numerics(kind)
+        prospect.beside.copies = fixed_bytes(kind)
+        with suppress(InfeasibleBudgetError):
             trace, trial = self._verification.launched(
-                drawn.trace, follows, beside, *numerics, packed=prospect.packs
+                drawn.trace,
+                follows,
+                prospect.beside.nbytes,
+                *self._numerics(kind),
+                packed=prospect.packs,
             )
             # What is issued goes by its host, now better, now worse: the usual counts.
-            if gains(trial.plan.predicted_seconds, min(run[1].seconds, issued)):
+            if gains(trial.plan.predicted_seconds, min(ran.measured.seconds, issued)):
                 self._put_in_force(kind, replace(drawn, trace=trace), trial)
-                if prospect.way is Way.TRIED:
+                if self.launching.may(kind):
                     # What it gains shows when it is launched. What it holds is known.
-                    prospect.instead, kind.stage = (drawn, follows, run), Stage.STEADY
-                    prospect.tight = prospect.packs
-                else:
-                    self._put_in_force(kind, drawn, follows)
-        except InfeasibleBudgetError:
-            pass
-        prospect.asked = True
-        if prospect.instead is None:
-            prospect.issue(prospect.why or late * NO_FASTER)
-        return prospect.instead is not None
+                    prospect.way, kind.stage = Way.TRIED, Stage.STEADY
+                    prospect.instead, prospect.tight = (drawn, follows, ran), prospect.packs
+                    return True
+                self._put_in_force(kind, drawn, follows)
+        prospect.issue(prospect.why or (NO_FASTER if late else ""))
+        return False
 
     def _tighten(self, kind: Kind) -> None:
         """After the device ran out of memory: leave the allocator more room."""
@@ -278,19 +289,8 @@ class Planning:
         self.launching.close()
         self._losses.detach()
 
-    def _may_run_again(self, drawn: Drawn) -> Drawn:
-        """What was drawn, without replays that ``exact`` forbids."""
-        return replace(drawn, trace=convolutions.kept(drawn.trace)) if self._policy.exact else drawn
-
-    def _telling(self, drawn: Drawn, plan: Plan) -> Plan:
-        """The plan, and what it says of its replays."""
-        plan = convolutions.told(drawn.trace, plan)
-        if convolutions.REPLAYED in plan.numerics and convolutions.NOTE not in self._told:
-            self._told.append(convolutions.NOTE)
-        return plan
-
     def _put_in_force(self, kind: Kind, drawn: Drawn, trial: Trial) -> None:
-        trial = replace(trial, plan=self._telling(drawn, trial.plan))
+        trial = replace(trial, plan=self._replayed.told(drawn.trace, trial.plan))
         fuse = None if self._inductor is None else self._inductor.fuse
         place = self._places.under(kind.graphs, drawn.trace, trial.plan, trial.hardware.allocator)
         kind.force = Force.of(kind.graphs, drawn, trial.plan, fuse=fuse, place=place)

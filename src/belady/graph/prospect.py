@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from belady.graph.parts import Drawn
 from belady.ir.timeline import Measured
@@ -29,8 +30,11 @@ OTHERS = (
 )
 
 
-# A plan that has run, and what was measured under it.
-Run = tuple[Trial, Measured]
+class Ran(NamedTuple):
+    """A plan that has run, and what was measured under it."""
+
+    trial: Trial
+    measured: Measured
 
 
 class Way(Enum):
@@ -39,6 +43,86 @@ class Way(Enum):
     ISSUED = auto()
     TRIED = auto()
     LAUNCHED = auto()
+
+
+class Again(Enum):
+    """Whether another plan for launches is asked for: where a capture comes to nothing, once."""
+
+    OPEN = auto()
+    WANTED = auto()
+    OVER = auto()
+
+
+@dataclass
+class Stepping:
+    """What is known of optimizers' steps.
+
+    Attributes
+    ----------
+    nbytes
+        What one takes.
+    events
+        Blocks that come and go in it, in order; empty where that is not known.
+    lent
+        Whether it is lent that of what launches leave idle.
+    """
+
+    nbytes: int = 0
+    events: Sequence[Event] = ()
+    lent: bool = False
+
+
+@dataclass
+class Heard:
+    """What is known of the blocks of iterations under the plan in force.
+
+    Attributes
+    ----------
+    events
+        Those that came and went in one, in order; empty where that is not known.
+    packing
+        How they are packed; None where they are not, or are not known.
+    rehearsed
+        Whether the kernels of the plan have run.
+    scarce, flaws
+        Points of rehearsals at which there was no room, and how many had such points.
+    """
+
+    events: Sequence[Event] = ()
+    packing: Packing | None = None
+    rehearsed: bool = False
+    scarce: set[int] = field(default_factory=set)
+    flaws: int = 0
+
+
+@dataclass
+class Beside:
+    """Bytes that a plan for launches leaves of its budget, by what for.
+
+    Attributes
+    ----------
+    between
+        What is needed while nothing is launched.
+    unlent
+        The same where nothing is lent to an optimizer's step.
+    copies
+        Copies of inputs that the plan in force leaves room for.
+    lacking
+        What the last capture lacked, for the next plan alone.
+    crowded
+        What was lacking for packed blocks in all, be it for a copy of inputs beside them.
+    """
+
+    between: int = 0
+    unlent: int = 0
+    copies: int = 0
+    lacking: int = 0
+    crowded: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All of them."""
+        return self.copies + self.between + self.lacking + self.crowded
 
 
 @dataclass
@@ -51,73 +135,40 @@ class Prospect:
         How they run under the plan in force; and why they are issued, where they might be launched.
     instead
         What follows a plan for launches that is not faster than what has run before it.
-    asked
-        Whether a plan for launches has been asked for.
+    asked, again
+        Whether a plan for launches has been asked for, and whether another one is.
     wanted, waited
         Iterations in a row after which it is captured; and those that were issued since it could
         be launched.
-    between_bytes, unlent_bytes
-        What the device has to have room for while nothing is launched; and where nothing is lent.
-    stepping_bytes
-        What an optimizer's step takes.
-    lends
-        Whether a step is lent that of what launches leave idle.
-    lacking_bytes
-        What the first capture lacked, None while none did.
-    events, stepping
-        Blocks that came and went in an iteration of it, and in a step after it, in order; empty
-        where that is not known.
-    holes
-        What the pool of the last capture that had room begins with.
-    packs, packing
-        Whether the blocks of what is captured are packed, and how: None where they are not known.
+    packs
+        Whether the blocks of what is captured are packed.
     tight
         Whether the plan in force has room for packed blocks only, so that it is rehearsed whenever
         it is not launched.
-    rehearsed
-        Whether the kernels of the plan have run.
-    scarce, flaws
-        Points of rehearsals of the plan at which there was no room, and how many had such points.
+    crowdings
+        How often there was no room for blocks that were packed.
+    holes
+        What the pool of the last capture that had room begins with.
     lies
         Where inputs that do not last have lain in all iterations that might be launched, by place;
         0 where that was not always the same, None before the first.
-    counted_bytes
-        Copies of inputs that the plan in force leaves room for.
-    crowded, crowded_bytes
-        How often there was no room for blocks that were packed, be it for a copy of inputs beside
-        them, and what was lacking in all: it is left of every budget.
     """
 
     way: Way = Way.ISSUED
     why: str = ""
-    instead: tuple[Drawn, Trial, Run] | None = None
+    instead: tuple[Drawn, Trial, Ran] | None = None
     asked: bool = False
+    again: Again = Again.OPEN
     wanted: int = 1
     waited: int = 0
-    between_bytes: int = 0
-    unlent_bytes: int = 0
-    stepping_bytes: int = 0
-    lends: bool = False
-    lacking_bytes: int | None = None
-    events: Sequence[Event] = ()
-    stepping: Sequence[Event] = ()
-    holes: Holes | None = None
     packs: bool = False
-    packing: Packing | None = None
     tight: bool = False
-    rehearsed: bool = False
-    scarce: set[int] = field(default_factory=set)
-    flaws: int = 0
+    crowdings: int = 0
+    holes: Holes | None = None
     lies: dict[int, int] | None = None
-    counted_bytes: int = 0
-    crowded: int = 0
-    crowded_bytes: int = 0
-
-    @property
-    def beside_bytes(self) -> int:
-        """What a plan for launches leaves of its budget."""
-        lacking = self.crowded_bytes + (self.lacking_bytes or 0)
-        return self.counted_bytes + self.between_bytes + lacking
+    heard: Heard = field(default_factory=Heard)
+    beside: Beside = field(default_factory=Beside)
+    step: Stepping = field(default_factory=Stepping)
 
     @property
     def open(self) -> bool:
@@ -130,28 +181,22 @@ class Prospect:
 
         Where its blocks are packed, as soon as these are known: it is not issued meanwhile.
         """
-        return self.packing is not None if self.packs else row >= self.wanted
+        return self.heard.packing is not None if self.packs else row >= self.wanted
 
     @property
     def known(self) -> bool:
         """Whether it is known which blocks come and go."""
-        return self.packing is not None if self.packs else bool(self.events)
+        return self.heard.packing is not None if self.packs else bool(self.heard.events)
 
     def begin(self) -> None:
         """Another plan is in force."""
-        self.forget()
-        self.tight = False
-
-    def forget(self) -> None:
-        """Nothing is known of what an iteration takes."""
-        self.events, self.packing, self.rehearsed = (), None, False
-        self.scarce, self.flaws = set(), 0
+        self.heard, self.tight = Heard(), False
 
     def unpack(self) -> None:
         """Have a plan be asked for whose blocks are placed as the allocator would."""
-        self.forget()
-        self.packs, self.lacking_bytes, self.holes = False, 1, None
-        self.crowded_bytes = 0
+        self.heard, self.packs, self.holes = Heard(), False, None
+        self.beside.lacking = self.beside.crowded = 0
+        self.again = Again.WANTED
 
     def failed(self, lacking: int, copied_bytes: int) -> None:
         """A capture came to nothing, which lacked so many bytes: have another plan be asked for.
@@ -161,35 +206,29 @@ class Prospect:
         copied_bytes
             Of its copies of inputs: of what lies still no longer no plan has left room for one.
         """
-        more = max(0, copied_bytes - self.counted_bytes)
-        if self.packs and (more or lacking) and self.crowded < _CROWDED:
-            self.crowded += 1
-            self.crowded_bytes += max(0, lacking - more)
-            self.forget()
-            self.lacks(1)
+        more = max(0, copied_bytes - self.beside.copies)
+        if self.packs and (more or lacking) and self.crowdings < _CROWDED:
+            self.crowdings += 1
+            self.beside.crowded += max(0, lacking - more)
+            self.heard = Heard()
+            self._lacks(0)
         elif self.packs:
             self.unpack()
         elif lacking:
-            self.lacks(lacking)
+            self._lacks(lacking)
 
-    def lacks(self, nbytes: int) -> None:
-        """Have a plan be asked for with so much more room, once: after the first capture."""
-        if self.lacking_bytes is None:
-            self.lacking_bytes = nbytes
-
-    def chances(self) -> Iterator[None]:
-        """Once more where a capture lacked room; unpacked, where no plan leaves what it did."""
-        lacked, tight = bool(self.lacking_bytes), self.tight
-        if lacked:
-            yield
-        if lacked and tight and self.packs:
-            self.unpack()
-            yield
+    def _lacks(self, nbytes: int) -> None:
+        if self.again is Again.OPEN:
+            self.again, self.beside.lacking = Again.WANTED, nbytes
 
     def lend_no_more(self) -> None:
         """Have another plan be asked for, which leaves a step what it takes."""
-        self.lends, self.between_bytes, self.why = False, self.unlent_bytes, NO_ROOM
-        self.lacking_bytes = self.lacking_bytes or 1
+        self.step.lent, self.beside.between, self.why = False, self.beside.unlent, NO_ROOM
+        self.again = Again.WANTED
+
+    def answered(self, *, tight: bool) -> None:
+        """Another plan has been asked for: once more, if blocks were to be packed before."""
+        self.again, self.beside.lacking = Again.OPEN if tight else Again.OVER, 0
 
     def issue(self, why: str) -> None:
         """Iterations are issued from now on."""

@@ -11,7 +11,7 @@ import torch
 from belady.graph.capturing import Attempt
 from belady.graph.launched import Launched
 from belady.graph.optimizers import Following, Ours
-from belady.graph.prospect import Prospect
+from belady.graph.prospect import Stepping
 from belady.measure.monitor import Monitor
 from belady.memory.apart import capturing
 from belady.memory.ledger import Ledger
@@ -105,17 +105,17 @@ class Loans:
         self.before = self.during = ()
 
 
-def may_lend(launched: Launched, attempt: Attempt, prospect: Prospect) -> bool:
+def may_lend(launched: Launched, attempt: Attempt, step: Stepping) -> bool:
     """Whether what launches leave idle has room for what a step takes.
 
     Not where nobody knows that, as where a larger one has been seen than was noted.
     """
-    launches, events = launched.launches, prospect.stepping
+    launches, events = launched.launches, step.events
     living, held, most = dict[int, int](), 0, 0
     for block, nbytes in events:
         held += nbytes - living.get(block, 0)
         living[block], most = nbytes, max(most, held)
-    known = events and _UNSPLIT * most + _ROUNDED * len(events) >= prospect.stepping_bytes
+    known = events and _UNSPLIT * most + _ROUNDED * len(events) >= step.nbytes
     return (
         bool(known)
         and launches.has_room_for(events)

@@ -35,8 +35,8 @@ def said_of(kind: Kind, budget_bytes: int) -> list[str]:
     _, before = prospect.instead[-1]
     took = format_seconds(kind.measured.seconds), format_seconds(before.seconds)
     said = [f"{NOTE}: {took[0]} an iteration where issuing them took {took[1]}"]
-    if matters(kind, budget_bytes) and not prospect.lends:
-        said.append(f"{format_bytes(prospect.stepping_bytes)} {_STEPPING}")
+    if matters(kind, budget_bytes) and not prospect.step.lent:
+        said.append(f"{format_bytes(prospect.step.nbytes)} {_STEPPING}")
     return said
 
 
@@ -53,7 +53,7 @@ def gained_nothing(found: Measured, before: Measured, budget_bytes: int) -> str:
 
 def matters(kind: Kind, budget_bytes: int) -> bool:
     """Whether what a step takes is more than a small part of the budget."""
-    return kind.prospect.stepping_bytes > _MATTERS * budget_bytes
+    return kind.prospect.step.nbytes > _MATTERS * budget_bytes
 
 
 def log_launched(found: Measured, before: Measured) -> None:
