@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from belady.measure.reached import Reached, Undo
+
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, deque)
 _CONTAINERS = (*_MAPPINGS, *_SEQUENCES, set)
 # What is longer is data, not a cache: its own items come back, but not what is inside them.
 _MOST_ITEMS = 10_000
-
-_Undo = Callable[[], None]
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def untouched(
     """Leave everything as it was found that a call of ``module`` is known to change.
 
     That is: the attributes of its submodules and of objects among the arguments, with the lists,
-    dicts and sets that they hold; the random state of torch, NumPy and Python; autocast's cache.
+    dicts and sets that they hold; what its code reaches beside it, see `Reached`; the random state
+    of torch, NumPy and Python; autocast's cache.
 
     Yields
     ------
@@ -44,7 +45,12 @@ def untouched(
     for leaf in tree_leaves(call):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, type)):
             given += _containers(vars(leaf), seen)
+    reached = Reached.by(module)
+    for holder in reached.holders:
+        given += _containers(holder, seen)
     undo += [_putting_back(container) for container in (*owned, *given)]
+    # Last of all: what stands in for iterators and caches may lie in these.
+    undo += reached.undo
     try:
         yield owned
     finally:
@@ -69,7 +75,7 @@ def replace_tensors(
                 container[place] = replaced(item)
 
 
-def _random_state(device: torch.device) -> Iterator[_Undo]:
+def _random_state(device: torch.device) -> Iterator[Undo]:
     python = random.getstate()
     numpy = np.random.get_state()  # noqa: NPY002 (the global generator is the one users draw from)
     cpu = torch.get_rng_state()
@@ -93,10 +99,13 @@ def _containers(container: Any, seen: set[int]) -> Iterator[Any]:
                 yield from _containers(item, seen)
 
 
-def _putting_back(container: Any) -> _Undo:
+def _putting_back(container: Any) -> Undo:
     items = container.copy()
 
     def put_back() -> None:
+        # Others may look at it meanwhile.
+        if _is_as_before(container, items):
+            return
         container.clear()
         if type(container) in _SEQUENCES:
             container.extend(items)
@@ -104,3 +113,12 @@ def _putting_back(container: Any) -> _Undo:
             container.update(items)
 
     return put_back
+
+
+def _is_as_before(container: Any, items: Any) -> bool:
+    if len(container) != len(items):
+        return False
+    if type(container) in _MAPPINGS:
+        pairs = zip(container.items(), items.items(), strict=True)
+        return all(name == before and it is was for (name, it), (before, was) in pairs)
+    return all(it is was for it, was in zip(container, items, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -51,7 +52,20 @@ def test_what_a_hook_keeps_on_a_module_is_without_fake_tensors(engine: str) -> N
     assert [type(it) for it in model[0].kept] == [Tensor] * CALLS
 
 
-def test_elsewhere_the_eager_engine_leaves_one_as_the_guide_says() -> None:
+def test_what_a_hook_keeps_in_a_list_of_ones_own_is_without_them_too(engine: str) -> None:
     kept: list[Tensor] = []
-    called(lambda _module, _args, out: kept.append(out.detach()), "eager")
+    called(lambda _module, _args, out: kept.append(out.detach()), engine)
+    assert [type(it) for it in kept] == [Tensor] * CALLS
+
+
+def collecting(kept: list[Tensor]) -> Generator[None, Tensor, None]:
+    while True:
+        kept.append((yield))
+
+
+def test_what_a_generator_keeps_is_left_there_as_the_guide_says() -> None:
+    kept: list[Tensor] = []
+    collects = collecting(kept)
+    next(collects)
+    called(lambda _module, _args, out: collects.send(out.detach()), "eager")
     assert [type(it) for it in kept] == [FakeTensor] + [Tensor] * CALLS
