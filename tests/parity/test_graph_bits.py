@@ -346,6 +346,37 @@ def test_a_gradient_of_a_gradient_is_refused_where_it_is_asked_for() -> None:
             first.square().sum().backward()
 
 
+class Deep(nn.Module):
+    """Has two layers, and perhaps a graph break between them."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return torch.tanh(self.last(x))
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("of", ["input", "first", "last"])
+def test_so_it_is_where_one_input_alone_is_asked_for(of: str, leaf: bool, breaks: bool) -> None:
+    """Its gradient would be missing, or zeros, as if the model were linear."""
+    model, x = made(lambda: Deep(breaks)), torch.ones(2, WIDTH, requires_grad=True)
+    given = x if leaf else torch.tanh(x)
+    weights = [*model.parameters()]
+    by = {"input": x, "first": weights[0], "last": weights[-1]}[of]
+    with within(model):
+        # What backward is given does not depend on the input.
+        (first,) = torch.autograd.grad(model(given).sum(), x, create_graph=True)
+        with pytest.raises(GraphError, match=r"create_graph=True .* needs engine='eager'"):
+            torch.autograd.grad(first.sum(), by, materialize_grads=True)
+
+
 def test_gradients_that_could_have_a_graph_need_not_be_used_so() -> None:
     model, x = made(lambda: Tied(2)), torch.ones(2, WIDTH, requires_grad=True)
     (plain,) = torch.autograd.grad(squares(model, x), x)

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 _MISSING = "belady: gradients that nobody gives"
+_INPUTS = "belady: what a graph was given that others made"
 
 
 def keeps_graph() -> bool:
@@ -19,21 +20,52 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+class _Depends(torch.autograd.Function):
+    """Nothing, which is made of some tensors without holding their bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("what is made of it refuses before")
+
+
+class _Refused(torch.autograd.Function):
+    """The first tensors as they are, which are made of all; no gradient can be had of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, refuse: Callable[[], None], number: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.refuse = refuse
+        return tensors[:number]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        ctx.refuse()
+
+
 def when_asked_for_more(refuse: Callable[[], None]) -> None:
     """Call ``refuse`` when somebody differentiates the gradients of the backward under way.
 
-    Torch refuses that too, in words that do not say what to do.
+    By whatever the graph was given: torch refuses it where all is asked for, in words that do not
+    say what to do, and by one input alone the gradient would be missing, and nobody would say so.
     """
+    node: Any = torch._C._current_autograd_node()
 
-    def after(gradients: Sequence[torch.Tensor | None], _: object) -> None:
+    def after(gradients: Sequence[torch.Tensor | None], _: object) -> Any:
         handle.remove()
-        if torch.is_grad_enabled():
-            given = [it.grad_fn for it in gradients if it is not None]
-            for node in dict.fromkeys(given):
-                # Without a graph the second gradient would be missing, and nobody would say so.
-                refuse() if node is None else node.register_prehook(lambda _: refuse())
+        if not torch.is_grad_enabled():
+            return None
+        given = [it for it in gradients if it is not None]
+        leaves = [of.variable for of, _ in node.next_functions if hasattr(of, "variable")]
+        others = node.metadata.get(_INPUTS, ())
+        made = iter(_Refused.apply(refuse, len(given), *given, *leaves, *others))  # type: ignore[no-untyped-call]
+        return tuple(None if it is None else next(made) for it in gradients)
 
-    handle = torch._C._current_autograd_node().register_hook(after)
+    handle = node.register_hook(after)
 
 
 def when_back(result: Any, then: Callable[[], None]) -> None:
@@ -91,6 +123,8 @@ def when_in_part(
 
     if ours is not None:
         ours.register_prehook(look)
+        if passed := [it for it in inputs if it.grad_fn is not None]:
+            ours.metadata[_INPUTS] = (_Depends.apply(*passed),)  # type: ignore[no-untyped-call]
 
 
 def missing() -> frozenset[int]:
