@@ -43,9 +43,13 @@ __all__ = [
 ]
 
 # By default Dynamo does not notice hooks that come or go, and after eight sizes of a batch it lets
-# calls run as they are, which is without a budget here.
+# calls run as they are, which is without a budget here. And it has torch compute what NumPy would:
+# sums have other bits then, and NumPy's generator has drawn nothing.
 _configured = torch._dynamo.config.patch(
-    skip_nnmodule_hook_guards=False, recompile_limit=256, accumulated_recompile_limit=1024
+    skip_nnmodule_hook_guards=False,
+    recompile_limit=256,
+    accumulated_recompile_limit=1024,
+    trace_numpy=False,
 )
 
 # Plain PyTorch goes backward outside of the region: what forward ran in float32 inside of one, a
