@@ -212,8 +212,8 @@ class VirtualMemory:
         run = self.run()
         if run is not None:
             return describe(run)
-        left_out: list[str] = getattr(self._tracker, "unmanaged", list)()
-        return "\n".join(["belady: no iteration has been planned yet", *self._notes, *left_out, ""])
+        said = [*self._notes, *getattr(self._tracker, "said", ())]
+        return "\n".join(["belady: no iteration has been planned yet", *said, ""])
 
     @property
     def verified(self) -> bool | None:

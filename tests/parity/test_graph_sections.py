@@ -429,6 +429,67 @@ def test_kinds_of_calls_have_sections_of_their_own() -> None:
     assert_near(expected, training)
 
 
+class Narrow(nn.Module):
+    """Slices help with what its convolutions make, and not with the gradients of what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for channels in (3, 16):
+            layers += [nn.Conv2d(channels, 16, 3, 2, 1), nn.ReLU(inplace=True)]
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(1))
+        self.head = nn.Sequential(nn.Linear(16, 2000), nn.ReLU(), nn.Linear(2000, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+NARROW = Task("narrow", lambda: [Narrow().double()], precise_images)
+
+
+def two_views(training: Training, index: int) -> list[Tensor]:
+    """The model is called twice in an iteration: each graph fits that the two do not fit in."""
+    x, labels = training.batch(index)
+    loss = sum(training.task.loss(training.model(it), labels) for it in (x, x.flip(-1)))
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return [loss]
+
+
+@pytest.mark.parametrize("engine", ["graph", "auto"])
+def test_an_iteration_that_no_slices_help_is_refused(engine: str) -> None:
+    training, budget = Training(NARROW), needed(NARROW) // 2
+    with belady.virtualize(training.models, budget, engine=engine) as vm:
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            training.run(two_views, range(10))
+        assert vm.run() is None
+        assert re.search(r"runs? in \d+ slices", vm.report())
+    # They show what they lack together when they were observed.
+    assert len(training.losses) == 2
+    assert any("in slices already" in note for note in caught.value.__notes__)
+    smallest = caught.value.smallest_bytes
+    assert budget < smallest < needed(NARROW)
+    training = Training(NARROW)
+    with belady.virtualize(training.models, smallest, engine=engine) as vm:
+        training.run(two_views, range(6))
+        assert vm.verified
+    assert_near(Training(NARROW).run(two_views, range(6)), training)
+
+
+def test_an_iteration_that_finer_slices_help_trains_in_them() -> None:
+    training, budget = Training(NARROW), int(needed(NARROW) * 0.6)
+    cut = list[object]()
+    with belady.virtualize(training.models, budget, engine="graph") as vm:
+        for index in range(8):
+            training.run(two_views, [index])
+            cut.append(session_of(vm).admission.in_force(training.model))
+        assert vm.verified
+    # Others from the third iteration on, when two were observed.
+    assert [cut.index(it) for it in cut] == [0, 0, 2, 2, 2, 2, 2, 2]
+    assert_near(Training(NARROW).run(two_views, range(8)), training)
+
+
 def test_what_does_not_do_in_the_graph_is_cut_finer(monkeypatch: pytest.MonkeyPatch) -> None:
     coarse = iter([Chosen((Section(("features.0", "features.1"), 2),), 0)])
     chosen = Beside.chosen

@@ -134,7 +134,7 @@ def test_the_report_says_where_a_graph_breaks() -> None:
         training.run(plain, range(5))
     assert differences(expected.outcome(), training.outcome()) == []
     line = Talking.forward.__code__.co_firstlineno + 2
-    (note,) = session_of(vm).left_out()
+    (note,) = session_of(vm).said
     assert note.startswith("not captured, and so not managed: ")
     assert note.endswith(f"{__file__}:{line}")
     assert note in vm.report()

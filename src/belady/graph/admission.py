@@ -26,6 +26,7 @@ Call = tuple[Any, Any]
 _TRIES, _KINDS = 4, 64
 # Why modules are not in slices: of so many it is said.
 _REASONS = 3
+_AS_BEFORE = "modules run in slices already, and none are found that need less"
 
 
 class Admission:
@@ -47,6 +48,8 @@ class Admission:
         # Slices of tokens are copies made dense, of which a graph knows nothing yet.
         self._cutting = Cutting(policy, hardware, device, self._put, alongs=(0,))
         self._in_force: dict[nn.Module, Unrolling] = {}
+        # What calls of a kind ran in when they, or iterations with them, were refused.
+        self._refused = set[tuple[Key, Unrolling | None]]()
         self._under: tuple[nn.Module, Call] | None = None
         # Kinds of calls that were weighed, and those of them that are cut before the next one.
         self._weighed, self._lacking = set[Key](), set[Key]()
@@ -139,6 +142,7 @@ class Admission:
         self._cutting.close()
         self._in_force.clear()
         self._made.clear()
+        self._refused.clear()
 
     def _settle(self, module: nn.Module, call: Call) -> None:
         """Put in force what was decided for calls of this kind; the others run whole at first."""
@@ -168,19 +172,28 @@ class Admission:
         cutting, key = self._cutting, self._key(module, call)
         over = max(1, refusal.smallest_bytes - self._budget)
         finer = cutting.is_cut(key, module)
+        self._refused.add((key, self.in_force(module)))
         cutting.begin(key, module)
-        if finer:
-            cutting.leave(over)
-        if cutting.cut(key, module, call):
+        if not finer and self._cuts_anew(key, module, call):
             return
-        if not finer:
-            # Op by op it fits: it is the graph, or an optimizer's state, that needs more.
+        # Op by op it fits: it is the graph, an iteration of several, or an optimizer's state that
+        # needs more. Slices that need far less than they may are found again with a little less.
+        for _ in range(_TRIES):
             cutting.leave(over)
-            if cutting.cut(key, module, call):
+            if self._cuts_anew(key, module, call):
                 return
+            if not cutting.is_cut(key, module):
+                break
+        else:
+            refusal.add_note(_AS_BEFORE)
         for reason in cutting.refused[:_REASONS]:
             refusal.add_note(f"not in slices: {reason}")
         raise refusal
+
+    def _cuts_anew(self, key: Key, module: nn.Module, call: Call) -> bool:
+        """Cut modules; False if there are no slices but those that were refused."""
+        cut = self._cutting.cut(key, module, call)
+        return cut and (key, self.in_force(module)) not in self._refused
 
     def _key(self, module: nn.Module, call: Call) -> Key:
         return pass_key(id(module), module, call, self._device)

@@ -181,10 +181,10 @@ class Roots:
         """Note what of a call was not captured."""
         self.reasons.update(reasons)
 
-    def unmanaged(self) -> list[str]:
-        """What is not managed or not planned, one sentence each."""
-        notes = [] if self.conductor is None else self.conductor.notes
-        return [*notes, *unmanaged(self.reasons)]
+    @property
+    def said(self) -> list[str]:
+        """What a user should know, with a plan or without one, one sentence each."""
+        return unmanaged(self.reasons) if self.conductor is None else self.conductor.said
 
     @contextmanager
     def calling(self) -> Iterator[None]:

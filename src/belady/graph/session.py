@@ -54,7 +54,7 @@ class Session:
     reasons
         Why parts of the models run as plain PyTorch, and how often each was met.
     notes
-        What a user should know, one sentence each.
+        What a user should know of iterations that were observed, one sentence each.
     admission
         What is done to modules before they run.
     launching
@@ -249,12 +249,12 @@ class Session:
         kind = self._latest
         if kind is None or kind.force is None:
             return None
-        notes = (*self.notes, *self.admission.said, *self._planning.notes, *self.left_out())
-        return kind.run(kind.force.drawn.trace, notes, versions)
+        return kind.run(kind.force.drawn.trace, tuple(self.said), versions)
 
-    def left_out(self) -> list[str]:
-        """What of the models runs as plain PyTorch, one sentence each."""
-        return unmanaged(self.reasons)
+    @property
+    def said(self) -> list[str]:
+        """What a user should know, with a plan or without one, one sentence each."""
+        return self.notes + self.admission.said + self._planning.notes + unmanaged(self.reasons)
 
     def _begin(self, graph: Captured) -> Iteration:
         kind = self._kinds.setdefault(graph, Kind(unwatched=self._planning.unwatched))
