@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
 
 import belady
 from belady.errors import GraphError
@@ -472,3 +474,40 @@ def test_a_gradient_before_anything_else_may_lie_as_it_does(
     same, run = trained(make, loss)
     assert same
     assert run.plan.numerics == ()
+
+
+class Checkpointed(nn.Module):
+    """A block that is checkpointed, with a norm or without."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return given
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_a_batch_norm_in_a_checkpoint_is_said(norm: type[nn.Module]) -> None:
+    model = Checkpointed(norm(WIDTH))
+    with within(model) as vm:
+        for _ in range(4):
+            model(torch.randn(4, WIDTH)).sum().backward()
+        run = vm.run()
+    assert run is not None
+    assert ("checkpointed norms" in run.plan.numerics) is (norm is nn.BatchNorm1d)
+
+
+def test_with_exact_bits_it_is_left_to_hooks() -> None:
+    model = Checkpointed(nn.BatchNorm1d(WIDTH))
+    with (
+        pytest.raises(BackendCompilerFailed, match="updated once, and not twice"),
+        within(model, exact=True),
+    ):
+        model(torch.randn(4, WIDTH))
+    torch._dynamo.reset()
+    with belady.virtualize(model, ROOM, engine="auto", exact=True):
+        for _ in range(4):
+            model(torch.randn(4, WIDTH)).sum().backward()
+    assert model.block[1].num_batches_tracked == 2 * 4

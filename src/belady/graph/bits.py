@@ -48,6 +48,10 @@ _SAID = {
         "{} gives results that the loss does not use, from what leads to used ones too: a gradient "
         "of zero is added for them, where plain PyTorch adds none"
     ),
+    "checkpointed norms": (
+        "{} has a batch norm in a checkpoint, which plain PyTorch runs again in backward: its "
+        "statistics are updated once, and not twice"
+    ),
     "gradient layouts": (
         "{} ends in a norm or a sum whose gradient does not lie in memory as its result does: sums "
         "over it are in another order than plain PyTorch's, which can change the last bits"
@@ -57,10 +61,19 @@ _SUMS = frozenset(
     {"aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default"}
 )
 _NORMS = frozenset({"aten.native_batch_norm_backward.default"})
+_aten = torch.ops.aten
+_UPDATING = frozenset(
+    {_aten._native_batch_norm_legit_functional.default, _aten.native_batch_norm.default}
+)
 _SHOWS = frozenset(
     f"aten.{name}"
     for name in ("view.default", "expand.default", "permute.default", "transpose.int")
 )
+
+
+def has_checkpointed_norms(joint: Joint) -> bool:
+    """Whether a batch norm in a user's checkpoint updates statistics."""
+    return any("recompute" in it.node.meta and it.node.target in _UPDATING for it in joint.forward)
 
 
 def summed(joint: Joint) -> tuple[int, ...]:

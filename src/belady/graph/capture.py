@@ -12,7 +12,7 @@ from torch import fx
 from belady.errors import GraphError, TraceError
 from belady.graph import autograd, casts, doors, refusals
 from belady.graph.alignment import align
-from belady.graph.bits import Incoming, reached, summed
+from belady.graph.bits import Incoming, has_checkpointed_norms, reached, summed
 from belady.graph.buffers import update_together
 from belady.graph.captured import Captured
 from belady.graph.channels import lay_channels_last
@@ -86,10 +86,12 @@ class Capture(Captured):
         refusals.refuse_other_draws(parts)
         if not self._sums:
             refusals.refuse_shares(parts, self.cast)
+        self._host.captured(self)
+        if has_checkpointed_norms(parts):
+            self._host.differs(self, "checkpointed norms")
         self.summed = summed(parts)
         self.reached = () if self._opaque else reached(parts)
         self.put(parts)
-        self._host.captured(self)
         return doors.stubs(
             parts.primals, parts.tangents, parts.forward_outputs, parts.backward_outputs
         )
