@@ -511,3 +511,37 @@ def test_with_exact_bits_it_is_left_to_hooks() -> None:
         for _ in range(4):
             model(torch.randn(4, WIDTH)).sum().backward()
     assert model.block[1].num_batches_tracked == 2 * 4
+
+
+class Judging(nn.Module):
+    """Gives what it thinks, and how bad that is, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        given = torch.tanh(self.layer(x))
+        return given, given.square().mean()
+
+
+def test_auto_leaves_results_that_a_loss_may_not_use_to_hooks() -> None:
+    """With exact bits an error would come in the first backward otherwise."""
+    model = Judging()
+    with belady.virtualize(model, ROOM, engine="auto", exact=True) as vm:
+        for _ in range(4):
+            model(torch.randn(4, WIDTH))[1].backward()
+        run = vm.run()
+    assert run is not None
+    assert run.trace.source is Source.EAGER
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_it_captures_a_model_with_one_result(exact: bool) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    with belady.virtualize(model, ROOM, engine="auto", exact=exact) as vm:
+        for _ in range(4):
+            model(torch.randn(4, WIDTH)).sum().backward()
+        run = vm.run()
+    assert run is not None
+    assert run.trace.source is Source.GRAPH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,22 @@ from belady.measure.starving import telling
 from belady.memory.geometry import below_autograd
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Which graphs are carried out; not all where no bit may change.
+
+    Attributes
+    ----------
+    sums
+        Those that sum gradients.
+    several
+        Those of which several results lead to one gradient: a loss may leave some of them out.
+    """
+
+    sums: bool = True
+    several: bool = True
+
+
 class Capture(Captured):
     """Makes one graph runnable: `belady.graph.doors.Compilers`.
 
@@ -38,8 +55,8 @@ class Capture(Captured):
     ----------
     remembered
         The casts of its inputs that autocast makes once.
-    sums
-        Whether it may sum gradients.
+    taken
+        Whether it is carried out.
     opaque
         Whether it calls functions that see to gradients themselves.
     sliced
@@ -51,14 +68,14 @@ class Capture(Captured):
         host: Host,
         remembered: casts.Remembered,
         *,
-        sums: bool = True,
+        taken: Taken,
         opaque: bool = False,
         sliced: bool = False,
     ) -> None:
         super().__init__(host.device, sliced=sliced)
         self._remembered = remembered
         self._host = host
-        self._sums = sums
+        self._taken = taken
         self._opaque = opaque
 
     def partition(
@@ -84,8 +101,10 @@ class Capture(Captured):
         parts = Joint.of(joint, num_fwd_outputs)
         refusals.refuse_other_bits(parts, self._host.device)
         refusals.refuse_other_draws(parts)
-        if not self._sums:
+        if not self._taken.sums:
             refusals.refuse_shares(parts, self.cast)
+        if not self._taken.several:
+            refusals.refuse_several(parts)
         self._host.captured(self)
         if has_checkpointed_norms(parts):
             self._host.differs(self, "checkpointed norms")
@@ -202,12 +221,12 @@ class Capture(Captured):
 
 
 def backend_of(
-    host: Host, *, strict: bool = False, sums: bool = True, sliced: bool = False
+    host: Host, taken: Taken, *, strict: bool = False, sliced: bool = False
 ) -> Callable[..., Any]:
     """A backend for `torch.compile` whose graphs ``host`` decides over.
 
-    What it cannot carry out runs as Dynamo captured it, op by op under autograd; with ``strict`` it
-    raises `TraceError` instead. Nor does it carry out a graph that sums gradients without ``sums``.
+    What it cannot carry out, or is not ``taken``, runs as Dynamo captured it, op by op under
+    autograd; with ``strict`` it raises `TraceError` instead.
     Whoever calls holds ``host``: torch holds every backend for good.
     """
     known = weakref.ref(host)
@@ -221,7 +240,7 @@ def backend_of(
         try:
             opaque = doors.calls_own_functions(module)
             remembered = casts.Remembered.of(module, inputs, alive.device.type)
-            captured = Capture(alive, remembered, sums=sums, opaque=opaque, sliced=sliced)
+            captured = Capture(alive, remembered, taken=taken, opaque=opaque, sliced=sliced)
             run = captured.watching(doors.compile_joint(module, inputs, captured), inputs)
         except TraceError as error:
             if strict:

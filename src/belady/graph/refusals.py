@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from belady.errors import GraphError, TraceError
-from belady.graph.bits import summed
+from belady.graph.bits import reached, summed
 from belady.graph.doors import fake_value
 from belady.graph.joint import Joint, Step
 from belady.ir.run import UNMANAGED
@@ -92,6 +92,21 @@ def refuse_shares(joint: Joint, cast: Sequence[int]) -> None:
         raise TraceError(
             "a part of the model casts parameters that autocast casts once for it and other "
             "parts, which exact=True forbids"
+        )
+
+
+def refuse_several(joint: Joint) -> None:
+    """Refuse a graph of which several results lead to one gradient: see `belady.graph.bits`.
+
+    Raises
+    ------
+    TraceError
+        If it is one.
+    """
+    if any(len(tangents) > 1 for tangents in reached(joint)):
+        raise TraceError(
+            "a loss may not use all results, and a gradient of zero would be added for the others, "
+            "which exact=True forbids"
         )
 
 

@@ -16,7 +16,7 @@ from belady.forwards import Forward, called, is_patched, plain_forward, run_plai
 from belady.graph import doors
 from belady.graph.autograd import when_back
 from belady.graph.breaks import breaks, why_not
-from belady.graph.capture import backend_of
+from belady.graph.capture import Taken, backend_of
 from belady.graph.refusals import unmanaged
 from belady.graph.session import Session
 from belady.measure.calls import Frames
@@ -145,8 +145,8 @@ class Roots:
         sections = session.admission.in_force(module)
         name = type(module).forward, whole, sections
         if name not in self._forwards:
-            sums = whole or not self.exact
-            backend = backend_of(session, strict=whole, sums=sums, sliced=sections is not None)
+            taken = Taken(whole or not self.exact, not (whole and self.exact and self.undivided))
+            backend = backend_of(session, taken, strict=whole, sliced=sections is not None)
             own = None if sections is None else sections.own
             forward = type(module).forward if own is None else own.run
             self._forwards[name] = doors.compile_forward(forward, backend, whole=whole)
