@@ -529,7 +529,7 @@ def test_auto_leaves_results_that_a_loss_may_not_use_to_hooks() -> None:
     """With exact bits an error would come in the first backward otherwise."""
     model = Judging()
     with belady.virtualize(model, ROOM, engine="auto", exact=True) as vm:
-        for _ in range(4):
+        for _ in range(6):
             model(torch.randn(4, WIDTH))[1].backward()
         run = vm.run()
     assert run is not None
