@@ -23,7 +23,7 @@ from belady.memory.carrier import Carrier
 from belady.planners import POLICIES, smallest_budget
 from belady.planners import plan as make_plan
 from belady.sections.cutting import POLICIES as CUTTING
-from belady.units import parse_bytes
+from belady.units import format_bytes, parse_bytes
 
 ENGINES = ("eager", "graph", "inductor", "auto")
 
@@ -133,8 +133,19 @@ def refuse_infeasible(trace: Trace, hardware: HardwareProfile, policy: Policy) -
     """
     try:
         _plan(trace, hardware, policy)
-    except InfeasibleBudgetError:
+    except InfeasibleBudgetError as error:
+        stateless = error.smallest_bytes
+    else:
+        return
+    try:
         _plan(with_state(trace, 2), hardware, policy)
+    except InfeasibleBudgetError as error:
+        if error.smallest_bytes > stateless:
+            error.add_note(
+                f"{format_bytes(error.smallest_bytes)} have room for an optimizer's state as large "
+                f"as Adam's, since it is not known yet; without any {format_bytes(stateless)} do"
+            )
+        raise
 
 
 def _plan(trace: Trace, hardware: HardwareProfile, policy: Policy) -> None:

@@ -19,6 +19,7 @@ from belady.measure.margins import with_settled
 from belady.measure.stages import Policy
 from belady.measure.static import static_trace
 from belady.planners import smallest_budget
+from belady.units import format_bytes
 from tests.unit.simulate.cases import cpu
 
 MACHINE = replace(cpu(), allocator=Allocator(64, 0.5, 0))
@@ -40,8 +41,12 @@ def test_no_margin_on_parameters_is_asked_for_but_by_the_founders_policies() -> 
     trace = static_trace(model, call, torch.device("cpu"))
     less = smallest_budget("auto", trace, with_settled(trace, MACHINE, "auto"), Budget(0))
     refuse_infeasible(trace, MACHINE, Policy("auto", Budget(less)))
-    with pytest.raises(InfeasibleBudgetError):
+    with pytest.raises(InfeasibleBudgetError) as caught:
         refuse_infeasible(trace, MACHINE, Policy("auto", Budget(less // 2)))
+    # The budget named has room for them, and the error says what is needed without.
+    assert caught.value.smallest_bytes > less
+    (note,) = caught.value.__notes__
+    assert note.endswith(f"without any {format_bytes(less)} do")
 
 
 @pytest.mark.parametrize("settled", [0, 10, 1000, 10**12])
