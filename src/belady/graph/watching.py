@@ -19,6 +19,7 @@ from belady.graph.naming import Paths
 from belady.graph.parts import Part, Timing, ops_of
 from belady.ir.trace import StorageKind
 from belady.measure.clock import clock_for
+from belady.measure.key import gradients_in
 from belady.measure.recipes import reaches
 
 
@@ -86,7 +87,7 @@ class Lasting:
         modules, kinds, sizes = list(modules), dict[int, StorageKind](), dict[int, int]()
         for module in modules:
             parameters, buffers = list(module.parameters()), list(module.buffers())
-            gradients = [it.grad for it in parameters if it.grad is not None]
+            gradients = list(gradients_in([module]))
             for tensors, kind in (
                 (parameters, StorageKind.PARAMETER),
                 (buffers, StorageKind.BUFFER),

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from belady.ir.trace import Phase, Source, StorageKind, Trace
 from belady.measure.clock import Clock
+from belady.measure.key import gradients_in
 from belady.measure.modules import RootCall, module_paths
 from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
@@ -160,10 +161,8 @@ class Observation:
         self._adopt_gradients()
 
     def _adopt_gradients(self) -> None:
-        for module in self._modules:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    self.recorder.adopt(parameter.grad, StorageKind.GRADIENT)
+        for gradient in gradients_in(self._modules):
+            self.recorder.adopt(gradient, StorageKind.GRADIENT)
 
 
 class Watched:
