@@ -212,8 +212,8 @@ class VirtualMemory:
         run = self.run()
         if run is not None:
             return describe(run)
-        left_out: list[str] = getattr(self._tracker, "unmanaged", list)()
-        return "\n".join(["belady: no iteration has been planned yet", *self._notes, *left_out, ""])
+        known = *self._notes, *self._tracker.unmanaged()
+        return "\n".join(["belady: no iteration has been planned yet", *known, ""])
 
     @property
     def verified(self) -> bool | None:

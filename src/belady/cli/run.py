@@ -85,9 +85,9 @@ def _write(launched: Launched, report: Path | None) -> None:
         note("no training iteration was seen: nothing was managed")
         return
     document = launched.vm.run()
-    if document is None and report is not None:
-        note(f"no iteration was planned: {report} is not written")
-    elif document is not None and report is not None:
+    if document is None:
+        note("no iteration was planned" + (f": {report} is not written" if report else ""))
+    elif report is not None:
         save(document, report)
     # Without a plan the first line says just that, and the others why.
     said = launched.vm.report().splitlines()[1:] if document is None else document.notes
