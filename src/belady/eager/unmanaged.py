@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from belady.measure.uninitialized import why_uninitialized
+
 
 def why_plain(module: torch.nn.Module) -> str:
     """Why a call of ``module`` with gradients can be no pass, as a sentence; empty if it can."""
@@ -14,4 +16,4 @@ def why_plain(module: torch.nn.Module) -> str:
     # A captured graph would copy to host memory that is somebody else's when it replays.
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return f"calls of {name} that a CUDA graph captures run as plain PyTorch"
-    return ""
+    return why_uninitialized(module)

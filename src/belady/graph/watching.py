@@ -21,6 +21,7 @@ from belady.ir.trace import StorageKind
 from belady.measure.clock import clock_for
 from belady.measure.key import gradients_in
 from belady.measure.recipes import reaches
+from belady.measure.uninitialized import initialized
 
 
 class Names:
@@ -86,7 +87,8 @@ class Lasting:
         """Look at parameters, buffers and gradients."""
         modules, kinds, sizes = list(modules), dict[int, StorageKind](), dict[int, int]()
         for module in modules:
-            parameters, buffers = list(module.parameters()), list(module.buffers())
+            parameters = initialized(module.parameters())
+            buffers = initialized(module.buffers())
             gradients = list(gradients_in([module]))
             for tensors, kind in (
                 (parameters, StorageKind.PARAMETER),

@@ -23,6 +23,7 @@ from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
 from belady.measure.sums import only_holder, unwatched
 from belady.measure.trials import Trials
+from belady.measure.uninitialized import initialized
 from belady.memory.contents import Moved, Packed
 
 
@@ -154,9 +155,9 @@ class Observation:
 
     def _adopt_state(self) -> None:
         for module in self._modules:
-            for parameter in module.parameters():
+            for parameter in initialized(module.parameters()):
                 self.recorder.adopt(parameter, StorageKind.PARAMETER)
-            for buffer in module.buffers():
+            for buffer in initialized(module.buffers()):
                 self.recorder.adopt(buffer, StorageKind.BUFFER)
         self._adopt_gradients()
 
