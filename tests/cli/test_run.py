@@ -168,6 +168,31 @@ def test_a_script_of_which_nothing_can_be_planned_is_told_why(script: Script) ->
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
+@pytest.mark.parametrize("engine", ["eager", "graph", "auto"])
+def test_a_module_of_torchscripts_is_left_alone_and_named(
+    script: Script, tmp_path: Path, engine: str
+) -> None:
+    scripted = """
+        import sys, torch
+        net, head = torch.nn.Linear(3, 3), torch.jit.script(torch.nn.Linear(3, 1))
+        for _ in range(6):
+            x = torch.ones(2, 3)
+            head(net(x) if len(sys.argv) > 1 else x).sum().backward()
+            print("step")
+        """
+    said = "Linear runs as plain PyTorch, as TorchScript has compiled it"
+    path, report = script(scripted), tmp_path / "run.json"
+    options = ("run", "--budget", "8GiB", "--engine", engine, "--report", report, path)
+    result = belady(*options)
+    assert (result.exit_code, result.stdout) == (0, "step\n" * 6)
+    assert result.stderr.splitlines() == ["belady: nothing was managed", f"belady: {said}"]
+    result = belady(*options, "both")
+    assert (result.exit_code, result.stdout) == (0, "step\n" * 6)
+    assert result.stderr.splitlines()[-1] == f"belady: {said}"
+    assert load(Run, report).notes[-1] == said
+
+
 def test_a_script_that_trains_nothing(memory: type[FakeMemory], script: Script) -> None:
     result = belady("run", "--budget", "8GiB", "--verify", script("print('hello')"))
     assert result.exit_code == 0
