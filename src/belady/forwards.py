@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 _TOKENS = map(str, itertools.count())
@@ -29,11 +30,38 @@ def run_plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript has compiled the module: it has no forward in Python, and no hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def demand_python(module: object) -> None:
+    """Refuse what has no place for a forward.
+
+    Raises
+    ------
+    TypeError
+        If it is no module.
+    ValueError
+        If it is TorchScript's.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"models must be torch.nn.Module, not {type(module).__name__}")
+    if is_scripted(module):
+        raise ValueError(
+            f"{module.original_name} is compiled by TorchScript, whose modules take no hooks and "
+            "have no forward in Python: hand over the module that torch.jit was given, or one of "
+            "Python that calls this one"
+        )
+
+
 def is_patched(module: nn.Module) -> bool:
     """Whether something else than the forward of its class stands in its place.
 
     A copy of a module on which a `Forward` stands has that of its class as an attribute.
     """
+    if is_scripted(module):
+        return True
     found = vars(module).get("forward")
     return not (found is None or isinstance(found, Late) or found == plain_forward(module))
 

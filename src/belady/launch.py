@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from belady import script
 from belady.eager.limits import Limits
 from belady.errors import BeladyError, StaleValueError, TraceError
+from belady.forwards import is_scripted
 from belady.measure.stats import IterationStats
 from belady.virtual import VirtualMemory
 
@@ -58,10 +59,13 @@ class Launched:
         As python would have given it; 0 when it was ended after enough iterations.
     vm
         What managed it, closed; None when no root was called.
+    unmanaged
+        What else was called that could have been a root, one sentence each.
     """
 
     exit_code: int
     vm: VirtualMemory | None
+    unmanaged: tuple[str, ...] = ()
 
 
 def run_script(
@@ -97,7 +101,7 @@ def run_script(
         _Roots(options, progress) as roots,
     ):
         code = _exit_code(execute)
-    return Launched(code, roots.vm if roots.found else None)
+    return Launched(code, roots.vm if roots.found else None, tuple(roots.unmanaged))
 
 
 class _Enough(BaseException):
@@ -126,6 +130,7 @@ class _Roots:
             self.vm.record()
         # Not whether ``_known`` holds any: the script's modules may be gone when it has ended.
         self.found = False
+        self.unmanaged: dict[str, None] = {}
         self._known: WeakSet[torch.nn.Module] = WeakSet()
         self._options = options
         self._progress = progress
@@ -163,6 +168,10 @@ class _Roots:
         if limit is not None and self._iterations >= limit - 1:
             raise _Enough
         if module in self._known or not _is_root(module, args, kwargs):
+            return
+        if is_scripted(module):
+            said = f"{module.original_name} runs as plain PyTorch, as TorchScript has compiled it"
+            self.unmanaged[said] = None
             return
         try:
             self.vm.add(module)

@@ -16,6 +16,7 @@ from belady.eager.conductor import Conductor
 from belady.eager.limits import Limits, open_machine
 from belady.eager.tracker import Tracker
 from belady.errors import ReplayError
+from belady.forwards import demand_python
 from belady.ir.hardware import HardwareProfile
 from belady.ir.run import Run
 from belady.measure.stages import Policy
@@ -82,8 +83,8 @@ def virtualize(
     BudgetError
         If a budget cannot be read.
     ValueError
-        If the policy or the engine is unknown, or the two do not go together, or a module cannot be
-        captured or is managed by another `VirtualMemory`.
+        If the policy or the engine is unknown, or the two do not go together, or a module is
+        TorchScript's, cannot be captured, or is managed by another `VirtualMemory`.
     TypeError
         If ``models`` holds anything but modules.
 
@@ -137,10 +138,10 @@ class VirtualMemory:
         TypeError
             If it is no module.
         ValueError
-            If the engine cannot capture it, or another `VirtualMemory` manages it.
+            If it is TorchScript's, the engine cannot capture it, or another `VirtualMemory`
+            manages it.
         """
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"models must be torch.nn.Module, not {type(module).__name__}")
+        demand_python(module)
         with taken(module, self._finalizer):
             try:
                 self._tracker.add(module)
@@ -212,7 +213,7 @@ class VirtualMemory:
         run = self.run()
         if run is not None:
             return describe(run)
-        said = [*self._notes, *getattr(self._tracker, "said", ())]
+        said = [*self._notes, *self._tracker.said]
         return "\n".join(["belady: no iteration has been planned yet", *said, ""])
 
     @property

@@ -78,7 +78,8 @@ def test_progress_goes_to_stderr_in_plain_lines(memory: type[FakeMemory], script
     result = belady("run", "--budget", "8GiB", script(TRAIN))
     expected = "belady: iteration 1 (steady): 500 ms, peak 3.00 GiB of 4.00 GiB, waited 250 ms"
     # When the phase changes, and the last one; then what there is to know.
-    assert result.stderr.splitlines() == [expected, expected, "belady: not captured: something"]
+    known = ["belady: no iteration was planned", "belady: not captured: something"]
+    assert result.stderr.splitlines() == [expected, expected, *known]
 
 
 def test_report(memory: type[FakeMemory], script: Script, tmp_path: Path) -> None:
@@ -146,6 +147,50 @@ def test_what_belady_cannot_do(
     assert result.stderr.startswith(f"belady: {error}\n")
     assert "Traceback" not in result.stderr
     assert memory.made[0].closed == 1
+
+
+def test_a_script_of_which_nothing_can_be_planned_is_told_why(script: Script) -> None:
+    of_samples = """
+        import torch
+        from torch.func import functional_call, grad, vmap
+        net = torch.nn.Linear(3, 1)
+        weights = {name: it.detach() for name, it in net.named_parameters()}
+        of_one = grad(lambda p, row: functional_call(net, p, (row,)).sum())
+        for _ in range(4):
+            vmap(of_one, (None, 0))(weights, torch.ones(2, 3))
+        """
+    result = belady("run", "--budget", "8GiB", script(of_samples))
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        "belady: no iteration was planned",
+        "belady: calls of Linear inside a transform of torch.func (vmap, grad) run as plain "
+        "PyTorch",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
+@pytest.mark.parametrize("engine", ["eager", "graph", "auto"])
+def test_a_module_of_torchscripts_is_left_alone_and_named(
+    script: Script, tmp_path: Path, engine: str
+) -> None:
+    scripted = """
+        import sys, torch
+        net, head = torch.nn.Linear(3, 3), torch.jit.script(torch.nn.Linear(3, 1))
+        for _ in range(6):
+            x = torch.ones(2, 3)
+            head(net(x) if len(sys.argv) > 1 else x).sum().backward()
+            print("step")
+        """
+    said = "Linear runs as plain PyTorch, as TorchScript has compiled it"
+    path, report = script(scripted), tmp_path / "run.json"
+    options = ("run", "--budget", "8GiB", "--engine", engine, "--report", report, path)
+    result = belady(*options)
+    assert (result.exit_code, result.stdout) == (0, "step\n" * 6)
+    assert result.stderr.splitlines() == ["belady: nothing was managed", f"belady: {said}"]
+    result = belady(*options, "both")
+    assert (result.exit_code, result.stdout) == (0, "step\n" * 6)
+    assert result.stderr.splitlines()[-1] == f"belady: {said}"
+    assert load(Run, report).notes[-1] == said
 
 
 def test_a_script_that_trains_nothing(memory: type[FakeMemory], script: Script) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,15 +83,18 @@ def run(
 
 def _write(launched: Launched, report: Path | None) -> None:
     if launched.vm is None:
-        note("no training iteration was seen: nothing was managed")
-        return
-    document = launched.vm.run()
-    if document is None and report is not None:
-        note(f"no iteration was planned: {report} is not written")
-    elif document is not None and report is not None:
-        save(document, report)
-    # Without a plan the first line says just that, and the others why.
-    said = launched.vm.report().splitlines()[1:] if document is None else document.notes
+        seen = "" if launched.unmanaged else "no training iteration was seen: "
+        said: tuple[str, ...] = (f"{seen}nothing was managed", *launched.unmanaged)
+    elif (found := launched.vm.run()) is None:
+        unwritten = f": {report} is not written" if report else ""
+        # The first line of the report says the same, and the others why.
+        known = launched.vm.report().splitlines()[1:]
+        said = (f"no iteration was planned{unwritten}", *known, *launched.unmanaged)
+    else:
+        document = replace(found, notes=(*found.notes, *launched.unmanaged))
+        if report is not None:
+            save(document, report)
+        said = document.notes
     for line in said:
         note(line)
 

@@ -6,13 +6,14 @@ import gc
 import random
 import traceback
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
 from belady.measure.key import parameters_of, walk
 from belady.measure.starving import out_of_memory
+from belady.measure.uninitialized import initialized, why_uninitialized
 
 _Result = TypeVar("_Result")
 # How often an attempt is made again.
@@ -22,6 +23,10 @@ _SMALL = 1 << 20
 _TRAINED = (
     "The closure of vm.step was not run again, as it had changed a parameter: call the optimizer's "
     "step after vm.step, not inside of it (an nn.Embedding with max_norm writes to one too)"
+)
+_MADE = (
+    "The closure of vm.step was not run again, as it initializes parameters, whose random numbers "
+    "would be drawn once and not again: call the model once before vm.step, without gradients"
 )
 _TRIED = (
     f"The closure of vm.step was run {RETRIES + 1} times, the last with the most room that belady "
@@ -78,6 +83,8 @@ class Before:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        modules = list(modules)
+        self._makes = any(map(why_uninitialized, modules))
         # Each once, however many share it.
         inside = list(dict.fromkeys(walk(modules)))
         parameters = list(dict.fromkeys(parameters_of(inside)))
@@ -88,7 +95,7 @@ class Before:
         self._buffers = [
             (
                 module._buffers,
-                {n: b if b is None else _Kept.of(b) for n, b in module._buffers.items()},
+                {n: _Kept.of(b) if _has_bytes(b) else b for n, b in module._buffers.items()},
             )
             for module in inside
         ]
@@ -98,10 +105,13 @@ class Before:
         # Of every device: which of them a closure draws on is not known before.
         self._cuda = torch.cuda.get_rng_state_all() if _on_cuda() else []
 
-    @property
-    def trained(self) -> bool:
-        """Whether a parameter was written since, as an optimizer's step does."""
-        return any(it._version != version for it, version in self._versions)
+    def why_final(self) -> str:
+        """Why the attempt cannot be made again; empty if it can."""
+        if self._makes:
+            return _MADE
+        # As an optimizer's step does.
+        written = any(it._version != version for it, version in self._versions)
+        return _TRAINED if written else ""
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -109,7 +119,7 @@ class Before:
         for parameter, kept in self._gradients:
             parameter.grad = None if kept is None else kept.put_back()
         for buffers, found in self._buffers:
-            back = {n: b if b is None else b.put_back() for n, b in found.items()}
+            back = {n: b.put_back() if isinstance(b, _Kept) else b for n, b in found.items()}
             # In one go: what was registered since is gone.
             buffers.clear()
             buffers.update(back)
@@ -140,8 +150,8 @@ def attempt(closure: Callable[[], _Result], engine: Callable[[], Engine]) -> _Re
         except torch.OutOfMemoryError as error:
             engine().starved(error)
             _let_go(error)
-            if before.trained:
-                raise out_of_memory(error, engine().conductor, _TRAINED) from error
+            if why := before.why_final():
+                raise out_of_memory(error, engine().conductor, why) from error
             if number == RETRIES:
                 before.put_back()
                 raise out_of_memory(error, engine().conductor, _TRIED) from error
@@ -151,6 +161,10 @@ def attempt(closure: Callable[[], _Result], engine: Callable[[], Engine]) -> _Re
             torch.cuda.empty_cache()
         before.put_back()
     raise AssertionError("an attempt ends by its result or by an error")
+
+
+def _has_bytes(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return buffer is not None and bool(initialized([buffer]))
 
 
 def _on_cuda() -> bool:

@@ -31,6 +31,7 @@ from belady.measure.restraint import Restrained
 from belady.measure.stages import Policy, Stage
 from belady.measure.trial import all_kept
 from belady.measure.trials import Trials
+from belady.measure.uninitialized import lasting_in
 from belady.memory.algorithms import available
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
@@ -190,16 +191,13 @@ class Conductor:
 
     def _find_lasting(self, kind: Kind) -> None:
         modules = walk(self._modules)
-        parameters = parameters_of(modules)
-        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         # Addresses of storages can change between iterations (`.to`, a swapped `.data`).
         self._persistent.clear()
-        self._persistent.update([t.untyped_storage()._cdata for t in parameters])
-        self._persistent.update([t.untyped_storage()._cdata for t in buffers])
+        self._persistent.update([t.untyped_storage()._cdata for t in lasting_in(modules)])
         if self.carrier.device.type != "cuda":
             return
         most = kind.gradients_apart_most(self._policy.budget.device_bytes)
-        if not self._gradients.attach(parameters, most):
+        if not self._gradients.attach(parameters_of(modules), most):
             self._leave_gradients()
 
     def _leave_gradients(self) -> None:

@@ -19,6 +19,7 @@ from belady.eager import hooks
 from belady.eager.callbacks import Callback, Untraced
 from belady.eager.conductor import Conductor
 from belady.eager.iteration import Iteration
+from belady.eager.unmanaged import why_plain
 from belady.forwards import Late, is_patched
 from belady.measure.calls import inside_compiled
 from belady.measure.key import Key, pass_key
@@ -69,6 +70,7 @@ class Tracker:
         self._thread = 0
         # By optimizer, not by its address, at which another one may be made.
         self._owned = WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, bool]]()
+        self._plain: dict[str, None] = {}
 
     def add(self, module: torch.nn.Module) -> bool:
         """Follow ``module`` from its next call on; False when it is followed already."""
@@ -84,6 +86,11 @@ class Tracker:
             module.register_forward_hook(Callback(self, "_leave"), always_call=True),
         ]
         return True
+
+    @property
+    def said(self) -> list[str]:
+        """What a user should know where there is no plan, one sentence each."""
+        return [*self._plain]
 
     def close(self) -> None:
         """Take all hooks off and forget the iteration under way."""
@@ -185,19 +192,20 @@ class Tracker:
 
     def _ignored(self, module: torch.nn.Module) -> bool:
         """Whether this call is no pass: inference, tracing, replay, transform, capture, a copy."""
-        return (
+        if (
             self._preparing
             or not torch.is_grad_enabled()
             # Inside a backward: a user's checkpoint runs its function again.
             or torch._C._current_graph_task_id() != -1
-            # The parameters of a call inside a transform may be stand-ins without storages.
-            or torch._C._are_functorch_transforms_active()
             or not any(module is root for root in self.roots)
-            # A captured graph would copy to host memory that is somebody else's when it replays.
-            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
             # One iteration is one thread's; another thread runs unmanaged meanwhile.
             or (self._iteration is not None and self._thread != threading.get_ident())
-        )
+        ):
+            return True
+        why = why_plain(module)
+        if why:
+            self._plain[why] = None
+        return bool(why)
 
     def _may_enter(self, module: torch.nn.Module) -> bool:
         """Whether no other root is running; repairs what an interrupted one left behind."""

@@ -11,6 +11,7 @@ from torch import fx
 from belady.graph.doors import fake_value
 from belady.graph.joint import Joint
 from belady.graph.layout import Layout
+from belady.measure.uninitialized import initialized
 
 _OF_SOME_VERSIONS = (
     "allow_fp16_accumulation",
@@ -82,7 +83,7 @@ def storage_of(value: Any) -> int:
 def lasting_of(modules: Iterable[torch.nn.Module]) -> set[int]:
     """Names (``_cdata``) of the storages of parameters and buffers."""
     each = ((*module.parameters(), *module.buffers()) for module in modules)
-    return {storage_of(it) for tensors in each for it in tensors}
+    return {storage_of(it) for tensors in each for it in initialized(tensors)}
 
 
 def passes(arg: Any, lasting: set[int]) -> bool:

@@ -24,6 +24,7 @@ from belady.graph.prospect import NO_ROOM, OTHERS, RAN_OUT, Way
 from belady.graph.steps import Loans, may_lend
 from belady.ir.plan import Offload
 from belady.ir.trace import Tier
+from belady.measure.key import gradients_in
 from belady.measure.monitor import Sample, summarize
 from belady.measure.stages import Stage
 from belady.memory.carrier import Carrier
@@ -164,9 +165,8 @@ class Launching:
 
     def _move_gradients(self, launched: Launched) -> bool:
         """Have gradients that are still there lie elsewhere; whether there were any."""
-        grads = (it.grad for module in self._modules for it in module.parameters())
         with suppress(torch.OutOfMemoryError):
-            return launched.let_go_of(it for it in grads if it is not None)
+            return launched.let_go_of(gradients_in(self._modules))
         return False
 
     def level(self, kind: Kind, *, recording: bool) -> int:
@@ -264,7 +264,7 @@ class Launching:
         # A capture places gradients itself.
         self._places.rest()
         room = self._budget_bytes - kind.prospect.beside.between
-        if any(it.grad is not None for module in self._modules for it in module.parameters()):
+        if next(gradients_in(self._modules), None) is not None:
             # They have not been zeroed yet, and so will need other memory in each iteration.
             room -= beside.bytes_of(joint.backward_outputs)
         attempt = Attempt.of(kind, self._carrier, lasting, args, room)

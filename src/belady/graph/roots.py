@@ -17,10 +17,12 @@ from belady.graph import doors
 from belady.graph.autograd import when_back
 from belady.graph.breaks import breaks, why_not
 from belady.graph.capture import Taken, backend_of
+from belady.graph.passes import is_pass
 from belady.graph.refusals import unmanaged
 from belady.graph.session import Session
 from belady.measure.calls import Frames
 from belady.measure.starving import tell, telling
+from belady.measure.uninitialized import why_uninitialized
 from belady.sections.unrolled import Unrolling
 
 # Takes a reason, a module, and the arguments of a call of it.
@@ -50,8 +52,8 @@ class Roots:
         The modules.
     conductor
         Decides how their graphs run; None before the first call.
-    reasons
-        Why calls run as plain PyTorch, and how often; the session's own once there is one.
+    reasons, waiting
+        Why calls run as plain PyTorch, and how often; and why some are not captured yet.
     under_way
         Whether a root is being called.
     """
@@ -69,6 +71,7 @@ class Roots:
         self.instead, self.undivided = instead, undivided
         self.exact = exact
         self.reasons: Counter[str] = Counter()
+        self.waiting: dict[str, None] = {}
         self.under_way = False
         self._frames = Frames()
         # Roots that went back, and hold nothing, before anything of one was captured; else None.
@@ -184,7 +187,8 @@ class Roots:
     @property
     def said(self) -> list[str]:
         """What a user should know, with a plan or without one, one sentence each."""
-        return unmanaged(self.reasons) if self.conductor is None else self.conductor.said
+        said = unmanaged(self.reasons) if self.conductor is None else self.conductor.said
+        return [*said, *self.waiting]
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -225,9 +229,13 @@ class _Compiled(Forward):
             _captured_inside(self.token)
             return run_plain(self.alive(), *args, **kwargs)
         module, roots = self.alive(), self._roots()
-        if roots is None or not _is_pass():
+        if roots is None or not is_pass():
             if roots is not None and not torch.is_grad_enabled():
                 roots.rest()
+            return plain_forward(module)(*args, **kwargs)
+        if why := why_uninitialized(module):
+            roots.rest()
+            roots.waiting[why] = None
             return plain_forward(module)(*args, **kwargs)
         if _get_current_dispatch_mode_stack():
             roots.left_out(["a call under a dispatch mode, of which Dynamo captures nothing"])
@@ -289,12 +297,3 @@ def _captured_inside(token: str) -> None:
     place = called(token)
     assert isinstance(place, _Compiled)
     place.captured_inside()
-
-
-def _is_pass() -> bool:
-    """Whether a call is to be managed: no inference, no capture of its own."""
-    return (
-        torch.is_grad_enabled()
-        # A captured graph would copy to host memory that is somebody else's when it replays.
-        and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    )

@@ -19,7 +19,9 @@ from belady.graph.naming import Paths
 from belady.graph.parts import Part, Timing, ops_of
 from belady.ir.trace import StorageKind
 from belady.measure.clock import clock_for
+from belady.measure.key import gradients_in
 from belady.measure.recipes import reaches
+from belady.measure.uninitialized import initialized
 
 
 class Names:
@@ -85,8 +87,9 @@ class Lasting:
         """Look at parameters, buffers and gradients."""
         modules, kinds, sizes = list(modules), dict[int, StorageKind](), dict[int, int]()
         for module in modules:
-            parameters, buffers = list(module.parameters()), list(module.buffers())
-            gradients = [it.grad for it in parameters if it.grad is not None]
+            parameters = initialized(module.parameters())
+            buffers = initialized(module.buffers())
+            gradients = list(gradients_in([module]))
             for tensors, kind in (
                 (parameters, StorageKind.PARAMETER),
                 (buffers, StorageKind.BUFFER),

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from belady.ir.trace import Storage, StorageKind, Tier, Trace
+from belady.measure.key import gradients_in
 
 
 def trained_bytes(trace: Trace) -> int:
@@ -50,7 +51,7 @@ def taken_bytes(modules: Iterable[torch.nn.Module], device: torch.device) -> int
 
 def gradient_bytes(modules: Iterable[torch.nn.Module], device: torch.device) -> int:
     """Bytes of the storages of the gradients that there are; of strided ones alone."""
-    gradients = (it.grad for module in modules for it in module.parameters())
+    gradients = gradients_in(modules)
     strided = [it for it in gradients if type(it) is torch.Tensor and it.layout is torch.strided]
     storages = [it.untyped_storage() for it in strided if it.device == device]
     return sum({it._cdata: it.nbytes() for it in storages}.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def pass_key(
     modules = walk([module])
     parameters = parameters_of(modules)
     learning = [p.requires_grad for p in parameters]
-    without = [p.grad is None for p in parameters]
+    without = [grad is None for grad in gradients_of(parameters)]
     # Not only the root's: frozen BatchNorm layers in a training model save other tensors.
     training = [m.training for m in modules]
     kind = device.type
@@ -53,6 +53,21 @@ def walk(roots: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """Parameters of the modules themselves, each as often as it occurs."""
     return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What backward has put on each parameter.
+
+    None for what it puts nothing on: a module can have results of ops for parameters meanwhile
+    (`torch.func.functional_call`), and whoever asks these for a gradient is warned by torch.
+    """
+    return [p.grad if p.is_leaf or p.retains_grad else None for p in parameters]
+
+
+def gradients_in(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """The gradients that there are of the modules and of all below them."""
+    for module in modules:
+        yield from (it for it in gradients_of(module.parameters()) if it is not None)
 
 
 def _geometry(leaf: object) -> object:

@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from belady.ir.trace import Phase, Source, StorageKind, Trace
 from belady.measure.clock import Clock
+from belady.measure.key import gradients_in
 from belady.measure.modules import RootCall, module_paths
 from belady.measure.observe import assemble, held_bytes
 from belady.measure.recorder import Recorder
 from belady.measure.sums import only_holder, unwatched
 from belady.measure.trials import Trials
+from belady.measure.uninitialized import initialized
 from belady.memory.contents import Moved, Packed
 
 
@@ -153,17 +155,15 @@ class Observation:
 
     def _adopt_state(self) -> None:
         for module in self._modules:
-            for parameter in module.parameters():
+            for parameter in initialized(module.parameters()):
                 self.recorder.adopt(parameter, StorageKind.PARAMETER)
-            for buffer in module.buffers():
+            for buffer in initialized(module.buffers()):
                 self.recorder.adopt(buffer, StorageKind.BUFFER)
         self._adopt_gradients()
 
     def _adopt_gradients(self) -> None:
-        for module in self._modules:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    self.recorder.adopt(parameter.grad, StorageKind.GRADIENT)
+        for gradient in gradients_in(self._modules):
+            self.recorder.adopt(gradient, StorageKind.GRADIENT)
 
 
 class Watched:

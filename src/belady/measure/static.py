@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from belady.errors import TraceError
 from belady.ir.trace import Phase, Source, StorageKind, Trace
 from belady.measure.clock import NoClock
+from belady.measure.key import gradients_of
 from belady.measure.modules import module_paths
 from belady.measure.observe import assemble
 from belady.measure.recorder import Recorder
@@ -93,9 +94,9 @@ def record(
                     recorder.adopt_new(tensor, StorageKind.INPUT)
             _forward_backward(module, faked, recorder)
             with recorder.aside():
-                for parameter in parameters:
-                    if parameter.grad is not None:
-                        recorder.adopt(parameter.grad, StorageKind.GRADIENT)
+                for gradient in gradients_of(parameters):
+                    if gradient is not None:
+                        recorder.adopt(gradient, StorageKind.GRADIENT)
     except Exception as error:
         raise TraceError(
             f"{type(module).__name__} cannot be traced without running it: {error}"

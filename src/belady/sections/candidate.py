@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from belady.errors import SectionError, TraceError
+from belady.forwards import is_scripted
 from belady.ir.along import Dims
 from belady.ir.plan import Section
 from belady.ir.trace import Trace
@@ -246,7 +247,9 @@ def _noting_inputs(model: nn.Module, into: _Inputs, along: int) -> Iterator[None
             calls.append(Input(given.shape, given.dtype, given.requires_grad, like))
 
     handles = [
-        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
+        module.register_forward_pre_hook(note, with_kwargs=True)
+        for module in model.modules()
+        if not is_scripted(module)
     ]
     try:
         yield

@@ -119,7 +119,8 @@ def _is_barrier(module: nn.Module) -> bool:
 
 def is_sequential(module: nn.Module) -> bool:
     """Whether a module does nothing but call its children one after another."""
-    return type(module).forward is nn.Sequential.forward and not is_patched(module)
+    # In this order: the class of TorchScript's modules has no forward to ask for.
+    return not is_patched(module) and type(module).forward is nn.Sequential.forward
 
 
 def has_hooks(module: nn.Module) -> bool:
