@@ -110,8 +110,17 @@ def tiers(plan: Plan) -> dict[int, Tier]:
 
 
 def reads(trace: Trace, plan: Plan) -> dict[int, int]:
-    """How often each value that the plan decides on is read."""
-    return {v: sum(len(save.reads) for save in trace.values[v].saves) for v in plan.decisions}
+    """How often each value that the plan decides on is read.
+
+    A save that outlives the iteration unread counts once, as a later one may read it: a
+    generator's, say, whose output goes backward after the discriminator's step. Bytes let go before
+    that would be brought back for each save, and lie there twice for two saves of one op.
+    """
+    end = len(trace.ops)
+    return {
+        v: sum(len(save.reads) or save.dropped >= end for save in trace.values[v].saves)
+        for v in plan.decisions
+    }
 
 
 def actions(trace: Trace, plan: Plan) -> list[Action]:
