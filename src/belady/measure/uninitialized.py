@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from weakref import WeakSet
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -12,8 +11,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from belady.measure.key import parameters_of, walk
 
 _KINDS = LazyModuleMixin, UninitializedParameter, UninitializedBuffer
-# To look through a model of thousands of modules takes as long as some kernels.
-_COMPLETE = WeakSet[torch.nn.Module]()
 
 
 def why_uninitialized(module: torch.nn.Module) -> str:
@@ -22,14 +19,11 @@ def why_uninitialized(module: torch.nn.Module) -> str:
     What the call initializes would come to be under hooks of ours, on tensors without bytes (where
     a module changes its class, for good), or before what draws random numbers ahead of it.
     """
-    if module in _COMPLETE:
-        return ""
     parts = walk([module])
     buffers = [it for part in parts for it in part._buffers.values()]
     kinds = {*map(type, parts), *map(type, parameters_of(parts)), *map(type, buffers)}
     # Most models have none, and few classes to ask.
     if not any(issubclass(kind, _KINDS) for kind in kinds):
-        _COMPLETE.add(module)
         return ""
     tensors = (*module.named_parameters(), *module.named_buffers())
     lacking = [
