@@ -48,6 +48,9 @@ class Taken:
     several: bool = True
 
 
+ALL = Taken()
+
+
 class Capture(Captured):
     """Makes one graph runnable: `belady.graph.doors.Compilers`.
 
@@ -68,7 +71,7 @@ class Capture(Captured):
         host: Host,
         remembered: casts.Remembered,
         *,
-        taken: Taken,
+        taken: Taken = ALL,
         opaque: bool = False,
         sliced: bool = False,
     ) -> None:
@@ -105,12 +108,12 @@ class Capture(Captured):
             refusals.refuse_shares(parts, self.cast)
         if not self._taken.several:
             refusals.refuse_several(parts)
-        self._host.captured(self)
-        if has_checkpointed_norms(parts):
-            self._host.differs(self, "checkpointed norms")
         self.summed = summed(parts)
         self.reached = () if self._opaque else reached(parts)
         self.put(parts)
+        self._host.captured(self)
+        if has_checkpointed_norms(parts):
+            self._host.differs(self, "checkpointed norms")
         return doors.stubs(
             parts.primals, parts.tangents, parts.forward_outputs, parts.backward_outputs
         )
@@ -221,7 +224,7 @@ class Capture(Captured):
 
 
 def backend_of(
-    host: Host, taken: Taken, *, strict: bool = False, sliced: bool = False
+    host: Host, taken: Taken = ALL, *, strict: bool = False, sliced: bool = False
 ) -> Callable[..., Any]:
     """A backend for `torch.compile` whose graphs ``host`` decides over.
 
