@@ -9,11 +9,11 @@ from typing import NamedTuple
 from belady.ir.plan import Budget, Section
 from belady.ir.sections import apply
 from belady.ir.trace import Trace
-from belady.ordered.policies import ALWAYS, AS_NEEDED
 from belady.ordered.wrap import ordered
+from belady.planners import traits_of
 from belady.planners.least import Least, least_of
 from belady.planners.sectioning import Sectioning
-from belady.sections import cutting
+from belady.planners.traits import Coordinated
 from belady.sections.allowed import reasons
 from belady.sections.candidate import chains
 from benchmarks.founders.claim import Net
@@ -34,9 +34,9 @@ class Way(NamedTuple):
 class Iteration:
     """One network on one machine: as it is, in the coordinated order, in slices.
 
-    What a policy may do is what `belady.ordered.policies` and `belady.sections.cutting` say. Only
-    ops are asked whether a section may be cut; the engine tries it on numbers as well. ``slower``
-    and ``heavier`` say how many times as long each op takes, and each byte that moves.
+    What a policy may do is what its `Traits` say. Only ops are asked whether a section may be cut;
+    the engine tries it on numbers as well. ``slower`` and ``heavier`` say how many times as long
+    each op takes, and each byte that moves.
     """
 
     def __init__(self, machine: str, net: Net, slower: float = 1.0, heavier: float = 1.0) -> None:
@@ -49,11 +49,12 @@ class Iteration:
 
     def ways(self, policy: str, nbytes: int | None) -> Iterator[Way]:
         """What ``policy`` may try one after another until it fits in ``nbytes``; None: uncut."""
-        if policy not in ALWAYS:
+        traits = traits_of(policy)
+        if traits.coordinated is not Coordinated.ALWAYS:
             yield self.plain
-        if policy in ALWAYS | AS_NEEDED:
+        if traits.coordinated is not Coordinated.NEVER:
             yield self.ordered
-        if policy in cutting.POLICIES and nbytes is not None:
+        if traits.slices_modules and nbytes is not None:
             least = least_of(policy, self.hardware, Budget(nbytes))
             if least not in self._cut:
                 self._cut[least] = self._in_slices(least)

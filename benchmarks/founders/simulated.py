@@ -8,8 +8,7 @@ from dataclasses import replace
 import belady
 from belady.ir.plan import Budget, Keep, Plan
 from belady.ir.timeline import Timeline
-from belady.planners import POLICIES, Planner
-from belady.planners.ocdnn import MANAGING
+from belady.planners import POLICIES, Planner, traits_of
 from belady.planners.tvdnn_ilp import TVDNN_ILP
 from belady.simulate import simulate
 from belady.units import parse_bytes
@@ -21,18 +20,19 @@ from benchmarks.founders.machines import MACHINES
 from benchmarks.founders.traces import touched_bytes
 from benchmarks.provenance import provenance
 
+_OC_DNN = ("ocdnn_naive", "ocdnn_opt")
 FOUNDERS = (
     *("vdnn_all", "vdnn_conv", "vdnn_dyn"),
     *("layrub_inter", "layrub_intra", "layrub_hybrid"),
     *("tvdnn_greedy", "tvdnn_ilp"),
-    *MANAGING,
+    *_OC_DNN,
     *("hybrid", "auto"),
 )
 # How fast the machine is taken to be: at its nominal rates, or as the paper timed it; and as the
 # paper timed it, with bytes that take longer to move by as much as the paper's system held more.
 NOMINAL, PRINTED, HELD = "nominal", "printed", "held"
 # Of these systems a paper says what was held with everything kept.
-_KNOWN_TO_HOLD = ("layrub_hybrid", *MANAGING)
+_KNOWN_TO_HOLD = ("layrub_hybrid", *_OC_DNN)
 _ANY = 2**62
 
 
@@ -60,7 +60,7 @@ def _speeds(net: Net) -> tuple[str, ...]:
 def _policies(machine: str, speed: str) -> tuple[str, ...]:
     paged = MACHINES[machine].paging is not None
     asked = _KNOWN_TO_HOLD if speed == HELD else FOUNDERS
-    return tuple(policy for policy in asked if paged or policy not in MANAGING)
+    return tuple(policy for policy in asked if paged or not traits_of(policy).managed)
 
 
 def _budgets(net: Net) -> tuple[str, ...]:

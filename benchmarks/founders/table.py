@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from belady.planners.ocdnn import MANAGING
+from belady.planners import traits_of
 from benchmarks.cases import OURS, SIMULATED, Record, flushes
 from benchmarks.founders import printed
 from benchmarks.founders.claim import Claim, Net
@@ -112,7 +112,7 @@ def _rates(claim: Claim) -> tuple[float, float]:
     """Bytes a second out and back by the policy that stands for the system."""
     machine = MACHINES[claim.machine]
     paging = machine.paging
-    if paging is None or claim.policy not in MANAGING:
+    if paging is None or not traits_of(claim.policy).managed:
         return machine.link_bytes_per_s, machine.link_bytes_per_s
     faults = claim.policy == "ocdnn_naive"
     prefetch = paging.prefetch_bytes_per_s

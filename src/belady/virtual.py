@@ -24,7 +24,7 @@ from belady.measure.starving import out_of_memory
 from belady.measure.stats import IterationStats, Listeners
 from belady.memory.carrier import Carrier
 from belady.owners import taken
-from belady.planners.ocdnn import MANAGING
+from belady.planners import traits_of
 
 if TYPE_CHECKING:
     from belady.graph.roots import Roots
@@ -248,7 +248,7 @@ class VirtualMemory:
         engine, policy = self._limits.engine, self._limits.policy
         if engine == "eager":
             return Tracker(self._conductor, self._stats.ended, cuts=self._limits.cuts)
-        if policy in MANAGING:
+        if traits_of(policy).managed:
             raise ValueError(
                 f"policy {policy!r} moves values in managed memory, which engine={engine!r} does "
                 "not: use engine='eager'"

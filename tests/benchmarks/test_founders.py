@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from belady.ir.legality import check
 from belady.ir.plan import Budget
-from belady.planners import POLICIES, plan
-from belady.planners.ocdnn import MANAGING
+from belady.planners import POLICIES, plan, traits_of
 from belady.planners.tvdnn_greedy import TVDNN_GREEDY
 from belady.units import parse_bytes
 from benchmarks import records
@@ -184,7 +183,9 @@ def test_pages_fault_on_pascal_and_volta_alone() -> None:
         for machine in MACHINES
     }
     for machine, asked in policies.items():
-        assert asked == set(FOUNDERS) - (set() if machine in managed else set(MANAGING))
+        assert asked == set(FOUNDERS) - (
+            set() if machine in managed else {it for it in FOUNDERS if traits_of(it).managed}
+        )
 
 
 def test_ocdnn_moves_at_the_share_of_memory_that_the_paper_had() -> None:

@@ -83,7 +83,7 @@ def check_planner(
         check_plan(trace, hardware, made, given_budget)
         assert planner(trace, hardware, given_budget, exact=exact) == made
         replayed = any(isinstance(it, Recompute) for it in made.decisions.values())
-        assert planner.recomputes or not replayed
+        assert planner.traits.recomputes or not replayed
         assert made.planner.removeprefix("auto:") in NAMED
         assert made.planner.startswith(f"{planner.name}{':' if planner.name == 'auto' else '/'}")
         assert not (exact and made.numerics)
@@ -116,7 +116,7 @@ def test_floor_needs_least_without_replays_and_auto_no_more_than_any(
         for policy in POLICIES
     }
     assert smallest["hybrid"] == min(smallest.values()) == smallest["auto"]
-    others = [smallest[policy] for policy in POLICIES if not POLICIES[policy].recomputes]
+    others = [smallest[policy] for policy in POLICIES if not POLICIES[policy].traits.recomputes]
     assert smallest["floor"] == min(others)
     assert smallest["vdnn_dyn"] == smallest["vdnn_all"]
     lean = {policy: smallest_budget(policy, trace, hardware, Budget(0)) for policy in POLICIES}

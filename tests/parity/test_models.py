@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import belady
 from belady.ir.run import Run
 from belady.ir.trace import Tier
-from belady.sections.cutting import POLICIES as CUTTING
+from belady.planners import traits_of
 from tests.support import training as steps
 from tests.support.models import CNN, GAN, GPT, LSTM, REENTRANT, REPLAYED, SINGLE, TASKS, Task
 from tests.support.training import (
@@ -78,7 +78,7 @@ def train_at_the_floor(task: Task, step: Step, device: str) -> Run:
 def test_policy_changes_no_bit(task: Task, policy: str, device: str) -> None:
     step = step_of(task)
     # Where bits may differ, these name a budget in which slices do.
-    exact = policy in CUTTING
+    exact = traits_of(policy).slices_modules
     run = at_tight_budget(lambda budget: train(task, step, policy, budget, device, exact), device)
     if exact:
         run = train(task, step, policy, run.plan.budget.device_bytes, device)

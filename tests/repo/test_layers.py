@@ -30,7 +30,7 @@ LAYERS = [
     "virtual",
     "script",
     "launch",
-    "demo distributed integrations",
+    "demo",
     "cli",
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}

@@ -15,10 +15,11 @@ from belady.ir.trace import Phase, Trace
 from belady.measure.held import state_bytes, taken_bytes
 from belady.measure.key import Key
 from belady.measure.stages import Policy
+from belady.planners import traits_of
 from belady.sections.cutting import Cutting
 from belady.sections.gate import Gate
 from belady.sections.heads import Heads
-from belady.sections.losses import MATTERS, POLICIES, Losses, all_fits
+from belady.sections.losses import MATTERS, Losses, all_fits
 from belady.units import format_bytes
 
 # What every loss of classes begins with, and what attention has where no fused kernel takes it.
@@ -59,7 +60,8 @@ class Admission:
         matters = policy.budget.device_bytes // MATTERS
         self._losses = Losses(device, matters)
         self._heads = Heads(device, matters, self._cutting.gate, modules)
-        self._heads_may = policy.name in POLICIES and not policy.exact
+        self._slices_losses = traits_of(policy.name).slices_losses
+        self._heads_may = self._slices_losses and not policy.exact
         self._calls = 0
         self._device = device
         self._taken = 0
@@ -217,7 +219,7 @@ class Admission:
         """
         trace = foreseen(module, call, self._taken)
         self._cutting.held_bytes = 0 if trace is None else state_bytes(trace)
-        if self._policy.name in POLICIES and (trace is None or not self._can_keep_all(trace)):
+        if self._slices_losses and (trace is None or not self._can_keep_all(trace)):
             self._losses.attach()
             if self._heads_may and (trace is None or _has(trace, _MATRIX)):
                 self._attach_heads([key])

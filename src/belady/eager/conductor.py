@@ -36,11 +36,10 @@ from belady.memory.algorithms import available
 from belady.memory.apart import Apart
 from belady.memory.carrier import Carrier
 from belady.memory.lasting import Gradients, settle_state
+from belady.planners import traits_of
 from belady.planners.moves import MIN_BYTES
 
-# Policies that may ask convolutions for less workspace, and the part of the budget from which on it
-# is worth asking.
-ASKING = frozenset({"auto", "vdnn_all", "vdnn_conv", "vdnn_dyn"})
+# The part of the budget from which on it is worth asking convolutions for less workspace.
 _MATTERS = 8
 # Kinds remembered; the oldest is forgotten (shapes that change without end).
 _KINDS = 64
@@ -273,7 +272,7 @@ class Conductor:
 
     def _asks_workspace(self) -> bool:
         """Whether the policy may ask convolutions for less workspace, and they can be."""
-        asks = not self._policy.exact and self._policy.name in ASKING
+        asks = not self._policy.exact and traits_of(self._policy.name).spares_workspace
         return asks and available(self.carrier.device)
 
     def _observed(self, kind: Kind, iteration: Iteration, trace: Trace | None) -> None:

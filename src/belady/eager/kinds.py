@@ -22,7 +22,7 @@ from belady.measure.trial import Trial
 from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
 from belady.memory.lasting import LARGE_BYTES
-from belady.planners import POLICIES
+from belady.planners import traits_of
 from belady.simulate.blocks import gradient_bytes, in_blocks
 
 # Before there is a plan, gradients that need more than this part of the budget stay among the rest:
@@ -153,7 +153,7 @@ class Planning:
         Nor where the policy does not: trials take memory, and a library that finds too little of
         it takes another algorithm from then on.
         """
-        wanted = self._replays and POLICIES[self.policy.name].recomputes
+        wanted = self._replays and traits_of(self.policy.name).recomputes
         return wanted and _in_the_way() is None
 
     def check_replays(self, kind: Kind) -> None:
@@ -214,7 +214,7 @@ class Planning:
 
     def _say_what_is_off(self) -> None:
         why = _in_the_way()
-        if why is None or not POLICIES[self.policy.name].recomputes:
+        if why is None or not traits_of(self.policy.name).recomputes:
             return
         note = _NO_REPLAYS.format(self.policy.name, *why)
         if note not in self.notes:

@@ -20,9 +20,8 @@ from belady.measure.stages import Policy
 from belady.measure.static import static_trace
 from belady.memory.cap import enforce
 from belady.memory.carrier import Carrier
-from belady.planners import POLICIES, smallest_budget
+from belady.planners import POLICIES, smallest_budget, traits_of
 from belady.planners import plan as make_plan
-from belady.sections.cutting import POLICIES as CUTTING
 from belady.units import format_bytes, parse_bytes
 
 ENGINES = ("eager", "graph", "inductor", "auto")
@@ -43,7 +42,7 @@ class Limits:
     @property
     def cuts(self) -> bool:
         """Whether modules may be put in slices."""
-        return self.policy in CUTTING and not self.exact
+        return traits_of(self.policy).slices_modules and not self.exact
 
     def demand_known(self) -> None:
         """Refuse names that nobody knows, and what does not go together.

@@ -13,8 +13,10 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Trace
 from belady.measure.stages import Policy
-from belady.ordered.policies import ALWAYS, AS_NEEDED, BY_NEED, BY_POLICY, said
+from belady.ordered.policies import BY_NEED, BY_POLICY, said
 from belady.ordered.wrap import ordered
+from belady.planners import traits_of
+from belady.planners.traits import Coordinated
 
 
 class Ordering:
@@ -32,12 +34,13 @@ class Ordering:
         self.said: list[str] = []
         self.judged: Trace | None = None
         self._policy = policy
+        self._order = traits_of(policy.name).coordinated
         self._hardware = hardware
         self._undo: dict[nn.Module, Callable[[], None]] = {}
 
     def begin(self, roots: Iterable[nn.Module]) -> None:
         """Order the layers of the roots if the policy always does."""
-        if self._policy.name in ALWAYS:
+        if self._order is Coordinated.ALWAYS:
             for root in roots:
                 self._put(root, BY_POLICY)
 
@@ -56,7 +59,7 @@ class Ordering:
         InfeasibleBudgetError or None
             What there is to say if it does not; then all layers run as before.
         """
-        if self._policy.name not in AS_NEEDED or module in self._undo:
+        if self._order is not Coordinated.AS_NEEDED or module in self._undo:
             return refusal
         self._put(module, BY_NEED)
         try:

@@ -13,7 +13,8 @@ from belady.ir.plan import Assignment, Decision, Encode, Keep, Offload, Plan, Re
 from belady.ir.replay import irreproducible, refusals, sources
 from belady.ir.residency import away
 from belady.ir.trace import Tier, Trace
-from belady.planners.moves import Case, Schedule, encodings, movable, offloads, read_by
+from belady.planners.due import schedule
+from belady.planners.moves import Case, Schedule, encodings, movable, offloads
 from belady.planners.replays import LONGEST, cheapest
 from belady.planners.spread import Spread, Times, slack_of
 from belady.simulate.routes import routes
@@ -140,9 +141,8 @@ def why_no_replay(trace: Trace, plan: Plan, index: int) -> str:
 
 
 def _as_late_as_can_be(trace: Trace, index: int, need: Need | None) -> Schedule:
-    value = trace.values[index]
-    back = read_by(value) if need is None else min(read_by(value), need.at)
-    return Schedule(value.first_save - 1, value.first_save + 1, back, back)
+    found = schedule(trace, index, None if need is None else need.at)
+    return found._replace(ready_by=found.copy_in_at)
 
 
 def _replay(

@@ -169,12 +169,12 @@ def _one_cast(casts: Sequence[fx.Node]) -> None:
     for other in casts[1:]:
         users = list(other.users)
         other.replace_all_uses_with(first)
-        _lie_on(first, fake_value(other), users)
+        _lie_elsewhere(fake_value(other), users)
         other.graph.erase_node(other)
 
 
-def _lie_on(base: fx.Node, before: torch.Tensor, users: Iterable[fx.Node]) -> None:
-    """Have views lie on the bytes of ``base`` instead of those of ``before``, in name too."""
+def _lie_elsewhere(before: torch.Tensor, users: Iterable[fx.Node]) -> None:
+    """Have views lie on the bytes of what they are made of by now, instead of on ``before``."""
     storage, left = before.untyped_storage()._cdata, list(users)
     while left:
         node = left.pop()

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from belady.graph.captured import Captured
 from belady.graph.coordinated import coordinated
 from belady.graph.joint import Joint
-from belady.ordered.policies import ALWAYS, AS_NEEDED, BY_NEED, BY_POLICY, said
+from belady.ordered.policies import BY_NEED, BY_POLICY, said
+from belady.planners import traits_of
+from belady.planners.traits import Coordinated
 
 
 class Ordering:
@@ -22,18 +24,18 @@ class Ordering:
 
     def __init__(self, policy: str) -> None:
         self.said: list[str] = []
-        self._policy = policy
+        self._order = traits_of(policy).coordinated
         self._ordered: set[Captured] = set()
 
     def begin(self, graph: Captured) -> None:
         """Order a graph of which nothing has run, if the policy always does."""
-        if self._policy in ALWAYS and graph not in self._ordered:
+        if self._order is Coordinated.ALWAYS and graph not in self._ordered:
             self._put(graph)
             self.said = [said(BY_POLICY)]
 
     def may_help(self, graph: Captured) -> bool:
         """Whether a graph that does not fit may be tried in the order."""
-        return self._policy in AS_NEEDED and graph not in self._ordered
+        return self._order is Coordinated.AS_NEEDED and graph not in self._ordered
 
     @contextmanager
     def tried(self, graph: Captured) -> Iterator[None]:

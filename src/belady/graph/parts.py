@@ -45,8 +45,6 @@ class Part:
         Most bytes that others held in addition after this part, before the next one began.
     modules
         Path of the module that runs a step of forward, by its node.
-    outside_seconds
-        Time between the end of this part and the start of the next.
     """
 
     call: int
@@ -62,7 +60,6 @@ class Part:
     shortcuts: dict[int, float] = field(default_factory=dict)
     modules: Mapping[fx.Node, str] = field(default_factory=dict)
     outside_bytes: int = 0
-    outside_seconds: float = 0.0
 
     def module_of(self, step: Step) -> str:
         """Path of the module that runs a step of forward; empty where it is not known."""

@@ -36,8 +36,8 @@ from belady.measure.trial import Trial
 from belady.measure.unissued import freed, loses
 from belady.measure.verification import Verification
 from belady.memory.carrier import Carrier
-from belady.planners import POLICIES
 from belady.planners import plan as make_plan
+from belady.planners import traits_of
 from belady.sections.losses import MATTERS, Losses
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Planning:
     @property
     def recomputes(self) -> bool:
         """Whether the policy makes values again."""
-        return POLICIES[self._policy.name].recomputes
+        return traits_of(self._policy.name).recomputes
 
     @property
     def unwatched(self) -> bool:

@@ -15,6 +15,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Plan
 from belady.ir.trace import StorageKind, Tier, Trace
 from belady.measure.corrections import unhindered_seconds, wider
+from belady.planners import traits_of
 from belady.planners.price import KEPT, price
 from belady.planners.workspace import convolves
 from belady.simulate.blocks import excess
@@ -33,9 +34,6 @@ _OPS = 5_000
 # By how much more than it lacks a plan is asked to shrink.
 _MORE = 1.5
 
-# Policies that fill what room there is; the others do as their papers say.
-FILLING = frozenset({"auto", "hybrid", "hybrid_cheap", "lifetime"})
-
 # Makes the plan for a machine, or raises `InfeasibleBudgetError`.
 Make = Callable[[HardwareProfile], Plan]
 
@@ -46,7 +44,7 @@ def with_settled(trace: Trace, hardware: HardwareProfile, policy: str) -> Hardwa
     Gradients are not: between two iterations others may have their memory. Policies that do as
     their papers say ask for a margin on everything.
     """
-    if policy not in FILLING:
+    if not traits_of(policy).fills:
         return hardware
     nbytes = sum(
         hardware.allocator.held(it.nbytes)

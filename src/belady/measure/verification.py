@@ -24,7 +24,7 @@ from belady.measure.corrections import (
     with_peak_of,
 )
 from belady.measure.kernels import ITS_OWN, Kernels
-from belady.measure.margins import FILLING, Make, roomy, stated, suited, towards, with_settled
+from belady.measure.margins import Make, roomy, stated, suited, towards, with_settled
 from belady.measure.monitor import Sample
 from belady.measure.pacing import with_pace_of
 from belady.measure.stages import Policy
@@ -32,6 +32,7 @@ from belady.measure.tightening import tightened
 from belady.measure.trial import Trial, best, fastest, margin, why
 from belady.measure.unissued import for_launches, launching, small_bytes, unissued
 from belady.planners import plan as make_plan
+from belady.planners import traits_of
 from belady.planners.price import KEPT, price
 from belady.simulate import simulate
 from belady.simulate.blocks import excess
@@ -82,7 +83,7 @@ class Verification:
         """
         name = self._policy.name
         make = self._planner(name, trace, numerics)
-        if name not in FILLING:
+        if not traits_of(name).fills:
             return Trial(make(self._hardware), self._hardware, name)
         hardware = with_settled(trace, self._hardware, name)
         try:
@@ -232,7 +233,7 @@ class Verification:
         hardware = launching(trial.hardware, probed, beside_bytes, packed_bytes)
         trace = unissued(trace)
         make = self._planner(trial.policy, trace, numerics)
-        ways = (suited, roomy) if trial.policy in FILLING else (stated, stated)
+        ways = (suited, roomy) if traits_of(trial.policy).fills else (stated, stated)
         asks = [partial(way, trace, make=make) for way in ways]
         seams = self._kernels.seams(trace)
         return trace, Trial(*for_launches(trace, hardware, seams, *asks), trial.policy)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-ALWAYS = frozenset({"layrub_intra", "layrub_hybrid"})
-AS_NEEDED = frozenset({"auto"})
-
 BY_POLICY, BY_NEED = "as the policy has it", "the budget is too small otherwise"
 
 

@@ -1,7 +1,8 @@
 """Policies: a trace, a machine and a budget in, a Plan out. Never imports torch.
 
-A new policy is one file with one `Planner`, and an entry in `POLICIES`; then the conformance
-suite (``tests/conformance/test_planners.py``) checks it.
+A new policy is one file with one `Planner`, which says what engines do for it beside carrying out
+its plans (`Traits`), and an entry in `POLICIES`; then the conformance suite
+(``tests/conformance/test_planners.py``) checks it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from belady.planners.hybrid import HYBRID
 from belady.planners.layrub import LAYRUB_HYBRID, LAYRUB_INTER, LAYRUB_INTRA
 from belady.planners.lifetime import LIFETIME
 from belady.planners.ocdnn import OCDNN_NAIVE, OCDNN_OPT
+from belady.planners.traits import Traits
 from belady.planners.tvdnn_greedy import TVDNN_GREEDY
 from belady.planners.tvdnn_ilp import TVDNN_ILP
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 
-__all__ = ["POLICIES", "Planner", "plan", "smallest_budget"]
+__all__ = ["POLICIES", "Planner", "plan", "smallest_budget", "traits_of"]
 
 _PLANNERS: tuple[Planner, ...] = (
     *(AUTO, HYBRID, HYBRID_CHEAP, LIFETIME, VDNN_ALL, VDNN_CONV, VDNN_DYN, TVDNN_ILP, TVDNN_GREEDY),
@@ -36,6 +38,11 @@ _PLANNERS: tuple[Planner, ...] = (
 )
 # Planners by the name that users give, the default first.
 POLICIES: Mapping[str, Planner] = MappingProxyType({it.name: it for it in _PLANNERS})
+
+
+def traits_of(policy: str) -> Traits:
+    """What engines do for a policy in `POLICIES`."""
+    return POLICIES[policy].traits
 
 
 def plan(

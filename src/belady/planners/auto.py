@@ -14,6 +14,7 @@ from belady.planners.hybrid import HYBRID
 from belady.planners.lean import Lean
 from belady.planners.lifetime import LIFETIME
 from belady.planners.price import KEPT, price
+from belady.planners.traits import Coordinated, Traits
 from belady.planners.vdnn import VDNN_ALL, VDNN_CONV, VDNN_DYN
 from belady.planners.workspace import as_run
 from belady.simulate import simulate
@@ -24,6 +25,16 @@ _CANDIDATES: tuple[Planner, ...] = (VDNN_CONV, VDNN_ALL, VDNN_DYN, HYBRID)
 # The hybrid policy searches for seconds: not once more, unless nothing else will do.
 _LEAN: tuple[Planner, ...] = (Lean(BASELINE), Lean(LIFETIME))
 _LAST: tuple[Planner, ...] = (Lean(HYBRID),)
+
+
+_TRAITS = Traits(
+    recomputes=True,
+    fills=True,
+    slices_modules=True,
+    slices_losses=True,
+    spares_workspace=True,
+    coordinated=Coordinated.AS_NEEDED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ class Auto:
 
     name: str = "auto"
     version: int = 1
-    recomputes: bool = True
+    traits: Traits = _TRAITS
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -11,6 +11,7 @@ from belady.ir.legality import check, require
 from belady.ir.plan import Assignment, Budget, Encode, Keep, Managed, Offload, Plan, Recompute
 from belady.ir.trace import Trace
 from belady.planners.moves import Case, read_by
+from belady.planners.traits import Traits
 from belady.planners.workspace import UNCHANGED, Algorithms
 from belady.simulate.engine import simulate
 
@@ -29,8 +30,8 @@ class Planner(Protocol):
         ...
 
     @property
-    def recomputes(self) -> bool:
-        """Whether its plans may replay ops, so that it is worth trying which ones can be."""
+    def traits(self) -> Traits:
+        """What engines do for it."""
         ...
 
     def __call__(

@@ -9,6 +9,7 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import Draft, finish
 from belady.planners.moves import Case
+from belady.planners.traits import Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Baseline:
 
     name: str = "baseline"
     version: int = 1
-    recomputes: bool = False
+    traits: Traits = Traits()
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -8,6 +8,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.hybrid import HYBRID
+from belady.planners.traits import Traits
 from belady.planners.workspace import convolving_once
 
 
@@ -24,7 +25,7 @@ class Cheap:
 
     name: str = "hybrid_cheap"
     version: int = HYBRID.version
-    recomputes: bool = True
+    traits: Traits = Traits(recomputes=True, fills=True, slices_losses=True)
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from belady.ir.curves import curve
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
-from belady.ir.residency import saved_from
 from belady.ir.trace import Trace
 from belady.planners.base import Draft, assemble, finish
-from belady.planners.moves import Case, Schedule, movable, offloads, read_by, tier_for
+from belady.planners.due import schedule
+from belady.planners.moves import Case, movable, offloads, tier_for
+from belady.planners.traits import Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Floor:
 
     name: str = "floor"
     version: int = 1
-    recomputes: bool = False
+    traits: Traits = Traits()
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
@@ -37,20 +38,13 @@ class Floor:
         """The choices before they are judged, for policies that start from the floor."""
         trace = case.trace
         values = movable(trace)
-        schedules = {index: _schedule(trace, index) for index in values}
+        schedules = {index: schedule(trace, index, None) for index in values}
         return Draft(
             planner=f"{self.name}/{self.version}",
             kept="kept: it may not move",
             reasons=dict.fromkeys(schedules, "moved: the floor moves all that may move"),
             moves=offloads(trace, tier_for(case, values), schedules),
         )
-
-
-def _schedule(trace: Trace, index: int) -> Schedule:
-    value = trace.values[index]
-    back = read_by(value)
-    saved = saved_from(value, back)
-    return Schedule(copy_out_after=saved - 1, free_at=saved + 1, copy_in_at=back)
 
 
 FLOOR = Floor()

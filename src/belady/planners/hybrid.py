@@ -22,6 +22,7 @@ from belady.planners.moves import Case
 from belady.planners.price import BEGUN, KEPT, price
 from belady.planners.segments import segmented
 from belady.planners.spread import Times, boundary_times
+from belady.planners.traits import Traits
 from belady.planners.wish import Away, Neighbours, Wish, with_limit
 from belady.simulate.blocks import excess
 from belady.simulate.engine import iteration_seconds, kernel_seconds, simulate
@@ -67,7 +68,7 @@ class Hybrid:
 
     name: str = "hybrid"
     version: int = 21
-    recomputes: bool = True
+    traits: Traits = Traits(recomputes=True, fills=True, slices_losses=True)
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -58,6 +58,7 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Phase, Trace
 from belady.planners.base import Draft, finish
 from belady.planners.moves import Case, Schedule, offloads, read_by, select, tier_for
+from belady.planners.traits import Coordinated, Traits
 from belady.planners.vdnn_layers import backward_starts, layer_input
 
 # [extreme-scale networks] They are read again at once.
@@ -77,7 +78,7 @@ class Layrub:
     name: str
     migrates: bool
     version: int = 1
-    recomputes: bool = False
+    traits: Traits = Traits()
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
@@ -90,8 +91,9 @@ class Layrub:
 
 
 LAYRUB_INTER = Layrub("layrub_inter", migrates=True)
-LAYRUB_INTRA = Layrub("layrub_intra", migrates=False)
-LAYRUB_HYBRID = Layrub("layrub_hybrid", migrates=True)
+_REUSES = Traits(coordinated=Coordinated.ALWAYS)
+LAYRUB_INTRA = Layrub("layrub_intra", migrates=False, traits=_REUSES)
+LAYRUB_HYBRID = Layrub("layrub_hybrid", migrates=True, traits=_REUSES)
 
 
 def _migration(case: Case, planner: str) -> Draft:

@@ -8,6 +8,7 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import Planner
+from belady.planners.traits import Traits
 from belady.planners.workspace import UNCHANGED, leaner
 
 
@@ -31,9 +32,9 @@ class Lean:
         return self.policy.version
 
     @property
-    def recomputes(self) -> bool:
-        """What the policy does."""
-        return self.policy.recomputes
+    def traits(self) -> Traits:
+        """Those of the policy."""
+        return self.policy.traits
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -10,12 +10,8 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.margin import needed
 from belady.ir.plan import Budget
 from belady.ir.trace import Trace
-from belady.planners import plan
+from belady.planners import plan, traits_of
 from belady.planners.floor import held_by_floor
-from belady.planners.ocdnn import MANAGING
-
-# Their papers say what moves and when: their leanest plan holds more than the floor does.
-AS_TOLD = frozenset({"vdnn_all", "vdnn_conv", "vdnn_dyn", *MANAGING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +53,4 @@ class Least:
 
 def least_of(policy: str, hardware: HardwareProfile, budget: Budget) -> Least:
     """What plans of a policy need at least."""
-    return Least(hardware, budget, policy if policy in AS_TOLD else "floor")
+    return Least(hardware, budget, "floor" if traits_of(policy).lean_as_floor else policy)

@@ -13,6 +13,7 @@ from belady.planners.base import Draft, assemble, finish
 from belady.planners.floor import FLOOR
 from belady.planners.moves import Case
 from belady.planners.spread import Spread, boundary_times, slack_of
+from belady.planners.traits import Traits
 from belady.simulate.engine import simulate
 
 # Bytes left for copies under way rather than for kept values, in multiples of the largest move.
@@ -35,7 +36,7 @@ class Lifetime:
 
     name: str = "lifetime"
     version: int = 5
-    recomputes: bool = False
+    traits: Traits = Traits(fills=True)
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

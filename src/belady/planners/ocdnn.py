@@ -58,10 +58,8 @@ from belady.planners.base import Draft, assemble, attempt, finish
 from belady.planners.moves import Case, Schedule, movable, place, read_by, tier_for
 from belady.planners.ocdnn_blocks import Lengthened
 from belady.planners.spread import Bytes, alone, boundary_times, held_bytes, keep, slack_of
+from belady.planners.traits import Traits
 from belady.simulate.engine import simulate
-
-# Policies whose plans take an engine with managed memory.
-MANAGING = ("ocdnn_naive", "ocdnn_opt")
 
 # Memory for blocks beyond the least, in multiples of the largest value.
 _EXTRAS = (0.0, 2.0, 6.0)
@@ -82,7 +80,7 @@ class Ocdnn:
     name: str
     prefetches: bool
     version: int = 1
-    recomputes: bool = False
+    traits: Traits = Traits(lean_as_floor=False, slices_modules=True, managed=True)
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

@@ -13,6 +13,7 @@ from belady.ir.trace import Trace
 from belady.planners.base import assemble, attempt, finish
 from belady.planners.moves import Case
 from belady.planners.spread import Times, boundary_times
+from belady.planners.traits import Traits
 from belady.planners.tvdnn import Swapping
 from belady.planners.tvdnn_pick import Picks
 from belady.planners.tvdnn_place import place
@@ -55,7 +56,7 @@ class TvdnnGreedy:
 
     name: str = "tvdnn_greedy"
     version: int = 2
-    recomputes: bool = False
+    traits: Traits = Traits(slices_modules=True)
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

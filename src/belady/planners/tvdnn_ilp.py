@@ -11,6 +11,7 @@ from belady.ir.plan import Budget, Keep, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import attempt
 from belady.planners.moves import Case
+from belady.planners.traits import Traits
 from belady.planners.tvdnn import Swapping
 from belady.planners.tvdnn_branch import Search
 from belady.planners.tvdnn_chain import Chain, chain_of
@@ -47,7 +48,7 @@ class TvdnnIlp:
 
     name: str = "tvdnn_ilp"
     version: int = 3
-    recomputes: bool = False
+    traits: Traits = Traits(slices_modules=True)
     limit_s: float = 60.0
 
     def __call__(

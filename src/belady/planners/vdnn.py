@@ -63,11 +63,17 @@ from belady.ir.plan import Budget, Plan
 from belady.ir.trace import Trace
 from belady.planners.base import Draft, assemble, attempt, finish, fits
 from belady.planners.moves import Case, Schedule, offloads, read_by, select, tier_for
+from belady.planners.traits import Traits
 from belady.planners.vdnn_layers import Kind, LayerInput, kind_of, layer_input, prefetches
 from belady.planners.workspace import fastest, fastest_that_fit, leanest
 
 ALL = frozenset({Kind.CONV, Kind.POOL, Kind.OTHER})
 CONV = frozenset({Kind.CONV})
+
+
+# Slices are not in the paper, but more is needed here: PyTorch's backward of a ReLU has three
+# tensors, theirs has one.
+_TRAITS = Traits(lean_as_floor=False, slices_modules=True, spares_workspace=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class VdnnStatic:
     name: str
     kinds: frozenset[Kind]
     version: int = 1
-    recomputes: bool = False
+    traits: Traits = _TRAITS
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False
@@ -108,7 +114,7 @@ class VdnnDyn:
 
     name: str = "vdnn_dyn"
     version: int = 1
-    recomputes: bool = False
+    traits: Traits = _TRAITS
 
     def __call__(
         self, trace: Trace, hardware: HardwareProfile, budget: Budget, *, exact: bool = False

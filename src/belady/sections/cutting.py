@@ -17,7 +17,8 @@ from belady.ir.trace import Trace
 from belady.measure.held import missing_state, state_bytes
 from belady.measure.key import Key
 from belady.measure.stages import Policy
-from belady.planners.least import AS_TOLD, least_of
+from belady.planners import traits_of
+from belady.planners.least import least_of
 from belady.planners.places import Sections
 from belady.planners.sectioning import over_budget
 from belady.planners.workspace import with_workspaces
@@ -31,9 +32,6 @@ from belady.units import format_bytes, format_seconds
 
 _log = logging.getLogger("belady")
 
-# What cuts modules by itself: tvDNN's paper has "memory-object sectioning". vDNN's and OC-DNN's do
-# not, but need more here: the backward of PyTorch's ReLU has three tensors, that of theirs one.
-POLICIES = AS_TOLD | {"auto", "tvdnn_ilp", "tvdnn_greedy"}
 # Kinds of calls of a root that are remembered.
 _KINDS = 64
 
@@ -237,7 +235,7 @@ class Cutting:
     @property
     def may_cut(self) -> bool:
         """Whether the policy cuts modules at all."""
-        return not self._policy.exact and self._policy.name in POLICIES
+        return not self._policy.exact and traits_of(self._policy.name).slices_modules
 
     def _lacks(self, module: nn.Module, trace: Trace) -> bool:
         lacks = self._room.lacks(over_budget(trace, self._least))

@@ -19,13 +19,11 @@ from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Trace
 from belady.measure.held import missing_state
 from belady.measure.stages import Policy
-from belady.planners import smallest_budget
+from belady.planners import smallest_budget, traits_of
 from belady.sections.logarithms import casts_logarithms, is_torchs
 from belady.sections.standing import Function, Standing, is_ordinary, saved
 from belady.units import format_bytes
 
-# What has losses and heads in slices: the others do as their papers say.
-POLICIES = frozenset({"auto", "hybrid", "hybrid_cheap"})
 # The part of the budget from which on the logarithms of a loss matter, or a matrix of attention.
 MATTERS = 64
 # What a loss holds at its peak, in bytes of half-precision outputs: the logarithms, their gradient
@@ -85,7 +83,7 @@ class Losses(Standing):
         self, trace: Trace, hardware: HardwareProfile, policy: Policy, output_bytes: int
     ) -> None:
         """Take the place if a loss of what a model gives may lack room beside ``trace``."""
-        if self.is_attached or policy.name not in POLICIES:
+        if self.is_attached or not traits_of(policy.name).slices_losses:
             return
         matters = _LOGARITHMS * output_bytes >= self._least_bytes
         if matters and not all_fits(trace, hardware, policy, output_bytes):
