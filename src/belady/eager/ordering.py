@@ -13,7 +13,7 @@ from belady.errors import InfeasibleBudgetError
 from belady.ir.hardware import HardwareProfile
 from belady.ir.trace import Trace
 from belady.measure.stages import Policy
-from belady.ordered.policies import BY_NEED, BY_POLICY, said
+from belady.ordered.told import BY_NEED, BY_POLICY, said
 from belady.ordered.wrap import ordered
 from belady.planners import traits_of
 from belady.planners.traits import Coordinated

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from belady.graph.captured import Captured
 from belady.graph.coordinated import coordinated
 from belady.graph.joint import Joint
-from belady.ordered.policies import BY_NEED, BY_POLICY, said
+from belady.ordered.told import BY_NEED, BY_POLICY, said
 from belady.planners import traits_of
 from belady.planners.traits import Coordinated
 

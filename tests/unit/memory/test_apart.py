@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from belady.memory import apart as apart_of_torch
 from belady.memory.apart import Apart
 from belady.memory.cap import enforce
 from belady.memory.lanes import resolve
@@ -180,7 +181,8 @@ def test_where_there_is_no_room_nothing_is_held(apart: Apart) -> None:
         undo()
 
 
-def test_on_a_cpu_nothing_is_held() -> None:
+def test_on_a_cpu_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart_of_torch, "_new_pool", lambda: pytest.fail("a pool is made"))
     Apart(torch.device("cpu")).hold(MIB)
 
 

@@ -312,7 +312,12 @@ def test_a_block_really_leaves_the_device(faults: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_blocks_of_one_size_carry_other_values_in_turn() -> None:
+@pytest.mark.parametrize("discards", [True, False])
+def test_blocks_of_one_size_carry_other_values_in_turn(
+    discards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not discards:
+        monkeypatch.setattr(CudaDriver, "_discard", lambda *_, **__: 801)
     carrier = Carrier("cuda")
     for seed in range(20):
         source = random_bytes(3 * MIB + seed, "cuda", seed)
@@ -363,12 +368,6 @@ def test_what_the_driver_refuses_is_said() -> None:
     driver = CudaDriver(lanes_for("cuda").device)
     with pytest.raises(TierError, match=r"refused cuMemAllocManaged .* managed memory"):
         driver.allocate(0)
-
-
-@pytest.mark.gpu
-def test_blocks_move_without_discarding_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaDriver, "_discard", lambda *_, **__: 801)
-    test_blocks_of_one_size_carry_other_values_in_turn()
 
 
 def test_pages_that_were_discarded_do_not_refuse_a_larger_claim(

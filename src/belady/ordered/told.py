@@ -1,4 +1,4 @@
-"""Which policies put the coordinated order in force, and what they say of it."""
+"""What users are told of the coordinated order."""
 
 from __future__ import annotations
 
