@@ -12,7 +12,24 @@ from belady.measure.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """One finished iteration, for listeners."""
+    """One finished iteration, for listeners.
+
+    Attributes
+    ----------
+    index
+        From 1, of all kinds of iterations.
+    seconds
+        From its first pass to its last backward.
+    peak_bytes
+        Most bytes that the device held; 0 where nobody counted, as on a CPU, whose bytes are
+        counted op by op in one iteration alone, or in steady ones, of which nothing is.
+    budget_bytes
+        Of the device.
+    stall_seconds
+        For which computing waited for copies; 0 where nobody counted.
+    phase
+        ``"warm-up"``, ``"observed"``, ``"first planned"``, ``"paced"``, ``"verified"`` or ``"steady"``.
+    """
 
     index: int
     seconds: float
