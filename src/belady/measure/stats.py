@@ -28,7 +28,8 @@ class IterationStats:
     stall_seconds
         For which computing waited for copies; 0 where nobody counted.
     phase
-        ``"warm-up"``, ``"observed"``, ``"first planned"``, ``"paced"``, ``"verified"`` or ``"steady"``.
+        ``"warm-up"``, ``"observed"``, ``"first planned"``, ``"paced"``, ``"verified"`` or
+        ``"steady"``.
     """
 
     index: int
