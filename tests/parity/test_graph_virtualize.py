@@ -272,6 +272,39 @@ def test_hooks_go_on_only_after_what_was_not_captured_went_back() -> None:
         assert vm.run() is not None
 
 
+class Given:
+    """What a model gives, as an object that torch knows nothing of."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class Objective(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tracing(always=True)
+
+    def forward(self, x: Tensor) -> Given:
+        return Given(self.inner(x).square().sum())
+
+
+def test_hooks_go_on_where_a_model_gives_an_object() -> None:
+    model = Objective()
+    with within(model, "hybrid") as vm:
+        for _ in range(8):
+            model(torch.randn(8, 16)).loss.backward()
+        assert vm.run() is not None
+
+
+def test_hooks_go_on_beside_a_model_that_does_not_learn() -> None:
+    student, teacher = Tracing(always=True), Tracing(always=True).requires_grad_(False)
+    with belady.virtualize([student, teacher], 1 << 30, engine="graph") as vm:
+        for _ in range(8):
+            x = torch.randn(8, 16)
+            (student(x) - teacher(x)).square().sum().backward()
+        assert vm.run() is not None
+
+
 def test_a_first_call_that_nothing_is_trained_by_leaves_a_model_to_graphs() -> None:
     model, x = Tracing(always=False), torch.randn(8, 16)
     with within(model) as vm:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
+
+from belady.measure.static import tensors_of
 
 _MISSING = "belady: gradients that nobody gives"
 _INPUTS = "belady: what a graph was given that others made"
@@ -70,8 +71,9 @@ def when_asked_for_more(refuse: Callable[[], None]) -> None:
 
 def when_back(result: Any, then: Callable[[], None]) -> None:
     """Call ``then`` in each backward that reaches a tensor of a result; never, if it has none."""
-    for it in tree_leaves(result):
-        if isinstance(it, torch.Tensor) and it.requires_grad:
+    for it in tensors_of(result):
+        # One that is a parameter gets gradients of others, too.
+        if it.grad_fn is not None:
             it.register_hook(lambda _: then())  # type: ignore[no-untyped-call]
 
 

@@ -209,8 +209,9 @@ class Roots:
 
     @property
     def captures_nothing(self) -> str:
-        """Why nothing of any root was captured, once all went back; empty where something was."""
-        bare = self._bare is not None and len(self._bare) == len(self.roots)
+        """Why nothing of any root was captured, once all that learn went back; or nothing."""
+        learn = (it for it in self.roots if any(p.requires_grad for p in it.parameters()))
+        bare = self._bare and self._bare.issuperset(map(id, learn))
         return next(iter(self.reasons), "") if bare else ""
 
 

@@ -134,7 +134,7 @@ def _forward_backward(module: torch.nn.Module, call: tuple[Any, Any], recorder: 
         recorder.phase = Phase.LOSS
         # As at the end of the user's autocast block, which comes before backward.
         torch.clear_autocast_cache()
-        outputs = [tensor for tensor in _tensors_of(result) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
@@ -174,7 +174,7 @@ def _faked(tensor: torch.Tensor, fake: FakeTensorMode, resized: Resized | None) 
     return fake.from_tensor(tensor) if resized is None else resized.empty(tensor)
 
 
-def _tensors_of(result: Any) -> Iterator[torch.Tensor]:
+def tensors_of(result: Any) -> Iterator[torch.Tensor]:
     """Tensors that a module returned, be it in an object with attributes."""
     for leaf in tree_leaves(result):
         held = (

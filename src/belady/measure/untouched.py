@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from belady.measure.reached import Reached, Undo
+from belady.measure.changes import Undo
+from belady.measure.reached import Reached
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, deque)
@@ -45,18 +46,17 @@ def untouched(
     for leaf in tree_leaves(call):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, type)):
             given += _containers(vars(leaf), seen)
-    reached = Reached.by(module)
-    for holder in reached.holders:
-        given += _containers(holder, seen)
     undo += [_putting_back(container) for container in (*owned, *given)]
-    # Last of all: what stands in for iterators and caches may lie in these.
-    undo += reached.undo
-    try:
+    reached = Reached.by(module)
+    # All of them, whatever becomes of one.
+    with ExitStack() as undone:
+        undone.callback(torch.clear_autocast_cache)
+        for put_back in (*undo, *reached.undo):
+            undone.callback(put_back)
+        for place, instead in reached.instead:
+            undone.callback(place.put, place.get())
+            place.put(instead)
         yield owned
-    finally:
-        for put_back in undo:
-            put_back()
-        torch.clear_autocast_cache()
 
 
 def replace_tensors(
@@ -120,5 +120,5 @@ def _is_as_before(container: Any, items: Any) -> bool:
         return False
     if type(container) in _MAPPINGS:
         pairs = zip(container.items(), items.items(), strict=True)
-        return all(name == before and it is was for (name, it), (before, was) in pairs)
+        return all(name is before and it is was for (name, it), (before, was) in pairs)
     return all(it is was for it, was in zip(container, items, strict=True))

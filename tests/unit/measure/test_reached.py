@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from belady.measure import reached
+from belady.errors import TraceError
+from belady.measure import changes, reached
 from belady.measure.static import static_trace
 from tests.support import reached_from
 
@@ -23,7 +24,6 @@ _CPU = torch.device("cpu")
 CACHE: dict[str, Tensor] = {}
 SEEN: list[Tensor] = []
 LATEST: deque[Tensor] = deque(maxlen=2)
-KINDS: set[tuple[int, ...]] = set()
 CALLS = 0
 PYTHON, NUMPY = random.Random(5), np.random.default_rng(5)
 OLD, TORCH = np.random.RandomState(5), torch.Generator()
@@ -58,7 +58,6 @@ def cached(h: Tensor) -> Tensor:
 def appended(h: Tensor) -> Tensor:
     SEEN.append(h.detach())
     LATEST.append(h.detach())
-    KINDS.add(tuple(h.shape))
     return h
 
 
@@ -125,7 +124,7 @@ class Net(nn.Module):
 
 def state() -> Any:
     """All of it, as far as a copy shows it."""
-    kept = CACHE, SEEN, LATEST, KINDS, SETTINGS.held, reached_from.KEPT
+    kept = CACHE, SEEN, LATEST, SETTINGS.held, reached_from.KEPT
     caches = angles.cache_info(), Net.size.cache_info(), reached_from.ramp.cache_info()
     counts = CALLS, Settings.steps, SETTINGS.step, Net.made, reached_from.COUNT
     random_ = PYTHON.getstate(), NUMPY.bit_generator.state, repr(OLD.get_state())
@@ -176,14 +175,101 @@ def test_hooks_leave_nothing_either() -> None:
 
 def test_a_cache_of_a_function_keeps_what_it_has() -> None:
     real = angles(8)
-    static_trace(Net(turned), ((torch.randn(4, 8),), {}), _CPU)
+    # It has bytes, which the call has not.
+    with pytest.raises(TraceError):
+        static_trace(Net(turned), ((torch.randn(4, 8),), {}), _CPU)
     assert angles(8) is real
-    assert not isinstance(real, FakeTensor)
+    angles.cache_clear()
+
+
+@functools.cache
+def registered() -> dict[str, int]:
+    """Done once, by whoever comes first."""
+    REGISTERED.append("registered")
+    return {}
+
+
+REGISTERED: list[str] = []
+READY = [False]
+
+
+def prepared(h: Tensor) -> Tensor:
+    if not READY[0]:
+        READY[0] = True
+        registered()["size"] = h.shape[-1]
+    return h * registered()["size"]
+
+
+def test_what_is_done_once_stays_done() -> None:
+    """It may have left something that nobody can put back, and would be done again."""
+    static_trace(Net(prepared), ((torch.randn(4, 8),), {}), _CPU)
+    assert (REGISTERED, READY) == (["registered"], [True])
+
+
+class History(list[Tensor]):
+    """Has a word of its own for what lists have."""
+
+    def __init__(self, *of: Tensor) -> None:
+        super().__init__(of)
+
+    def clear(self) -> None:
+        raise AssertionError("nobody asks it")
+
+    def copy(self) -> History:
+        raise AssertionError("nobody asks it")
+
+
+class Table(OrderedDict[str, Tensor]):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+def test_containers_of_classes_of_ones_own_are_as_before() -> None:
+    first, table = torch.ones(8), Table("a")
+    history, counts = History(first), Counter(a=1)
+    table["one"] = first
+
+    def change(h: Tensor) -> Tensor:
+        history.append(h.detach())
+        table["two"] = h.detach()
+        counts["a"] += 1
+        return h
+
+    static_trace(Net(change), ((torch.randn(4, 8),), {}), _CPU)
+    assert [it is first for it in history] == [True]
+    assert [*table] == ["one"]
+    assert counts == {"a": 1}
+
+
+class Frozen(type):
+    """Has classes that nobody changes."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+def test_all_is_put_back_whatever_becomes_of_one() -> None:
+    class Held(metaclass=Frozen):
+        numbers = iter(range(9))
+
+    numbers, weights = itertools.count(), {nn.Parameter(torch.ones(2)): torch.ones(2)}
+
+    def change(h: Tensor) -> Tensor:
+        weights.update({})
+        return h * next(numbers) + len(weights) * next(Held.numbers)
+
+    with suppress(TraceError):
+        static_trace(Net(change), ((torch.randn(4, 8),), {}), _CPU)
+    assert next(numbers) == 0
 
 
 def test_what_libraries_hold_is_left_alone() -> None:
-    found = reached.Reached.by(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert (found.undo, found.holders) == ([], [])
+    parts = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    own = [vars(part) for part in parts.modules()]
+    found = reached.Reached.by(parts)
+    assert all(it.func.__self__.space in own for it in found.undo)  # type: ignore[attr-defined]
+    assert found.instead == []
 
 
 class Proxy:
@@ -229,6 +315,6 @@ ITERATORS: list[Callable[[], Iterator[int]]] = [
 @pytest.mark.skipif(not hasattr(itertools.count(), "__reduce__"), reason="cannot be forked")
 def test_a_fork_leaves_an_iterator_where_it_is(make: Callable[[], Iterator[int]]) -> None:
     one, same = started(make()), started(make())
-    fork = reached._forked(one)
+    fork = changes.forked(one)
     rest = [next(fork, None) for _ in range(7)]
     assert rest == [next(one, None) for _ in range(7)] == [next(same, None) for _ in range(7)]
