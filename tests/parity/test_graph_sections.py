@@ -205,19 +205,29 @@ class Counting(nn.Module):
             raise
 
 
+def zeroing(training: Training, index: int) -> list[Tensor]:
+    """As `plain`, but that gradients stay where they are: later calls have some."""
+    loss = training.loss(index)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=False)
+    return [loss]
+
+
+@pytest.mark.parametrize("step", [plain, zeroing])
 def test_what_runs_before_a_graph_that_lacks_workspaces_runs_once(
-    monkeypatch: pytest.MonkeyPatch,
+    step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(searching, "workspace_share", lambda *_: 1.0)
     searched = noted(monkeypatch)
     task = Task("counting", lambda: [Counting().double()], precise_images)
     training = Training(task)
     with belady.virtualize(training.models, int(needed(WIDE) * 1.2), engine="graph"):
-        training.run(plain, ITERATIONS)
+        training.run(step, ITERATIONS)
     (model,) = training.models
     assert len(searched) == 1
     assert (model.calls, model.failed) == (len(ITERATIONS), 0)
-    assert_near(Training(task).run(plain, ITERATIONS), training)
+    assert_near(Training(task).run(step, ITERATIONS), training)
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[object]:

@@ -20,6 +20,8 @@ from belady.sections.cutting import Cutting
 from belady.sections.unrolled import Unrolling
 
 Call = tuple[Any, Any]
+# What names calls that are alike but for what learns and has gradients.
+Alike = tuple[Any, ...]
 
 # How often modules are cut anew for one call, each time for what the graph lacked; and kinds of
 # calls of which it is remembered that they were weighed.
@@ -51,8 +53,8 @@ class Admission:
         # What calls of a kind ran in when they, or iterations with them, were refused.
         self._refused = set[tuple[Key, Unrolling | None]]()
         self._under: tuple[nn.Module, Call] | None = None
-        # Kinds of calls that were weighed, and those of them that are cut before the next one.
-        self._weighed, self._lacking = set[Key](), set[Key]()
+        # Calls that were weighed, and those alike of which the next one is cut before.
+        self._weighed, self._lacking = set[Alike](), set[Alike]()
         # Kinds of calls take turns, and each would be captured anew with another one.
         self._made: dict[tuple[nn.Module, Sections], Unrolling] = {}
 
@@ -91,9 +93,10 @@ class Admission:
         if self._in_force or module in self._cutting:
             with aside():
                 self._settle(module, call)
-        if self._lacking and (key := self._key(module, call)) in self._lacking:
-            self._lacking.discard(key)
+        if self._lacking and (alike := self._alike(module, call)) in self._lacking:
+            self._lacking.discard(alike)
             with aside():
+                key = self._key(module, call)
                 self._cutting.begin(key, module)
                 self._cutting.cut_for_workspaces(key, module, call, COPIES[1:2])
         for _ in range(_TRIES):
@@ -125,15 +128,15 @@ class Admission:
         """
         if self._under is None or self._closed:
             return 0
-        module, key = self._under[0], self._key(*self._under)
-        if not (self.began or key in self._weighed):
+        module, key, alike = self._under[0], self._key(*self._under), self._alike(*self._under)
+        if not (self.began or alike in self._weighed):
             if len(self._weighed) >= _KINDS:
                 self._weighed.clear()
                 self._lacking.clear()
-            self._weighed.add(key)
+            self._weighed.add(alike)
             cut = self._cutting.is_cut(key, module)
             if not cut and self._cutting.lacks_workspaces(*self._under, trace):
-                self._lacking.add(key)
+                self._lacking.add(alike)
         return self._cutting.leaves_bytes(key, module)
 
     def close(self) -> None:
@@ -197,6 +200,11 @@ class Admission:
 
     def _key(self, module: nn.Module, call: Call) -> Key:
         return pass_key(id(module), module, call, self._device)
+
+    def _alike(self, module: nn.Module, call: Call) -> Alike:
+        """Of a call, without whether there are gradients: they stay where they are only zeroed."""
+        root, _, *rest = self._key(module, call)
+        return root, *rest
 
     def _put(
         self, module: nn.Module, sections: Sections, when: Callable[[], bool]

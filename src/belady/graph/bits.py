@@ -31,6 +31,7 @@ from belady.graph import autograd, doors
 from belady.graph.captured import Captured
 from belady.graph.joint import Joint
 from belady.graph.ops import sequence_of
+from belady.graph.replays import is_training_norm
 from belady.memory.geometry import steps_of
 
 _ADD = torch.ops.aten.add.Tensor
@@ -61,10 +62,6 @@ _SUMS = frozenset(
     {"aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default"}
 )
 _NORMS = frozenset({"aten.native_batch_norm_backward.default"})
-_aten = torch.ops.aten
-_UPDATING = frozenset(
-    {_aten._native_batch_norm_legit_functional.default, _aten.native_batch_norm.default}
-)
 _SHOWS = frozenset(
     f"aten.{name}"
     for name in ("view.default", "expand.default", "permute.default", "transpose.int")
@@ -73,7 +70,7 @@ _SHOWS = frozenset(
 
 def has_checkpointed_norms(joint: Joint) -> bool:
     """Whether a batch norm in a user's checkpoint updates statistics."""
-    return any("recompute" in it.node.meta and it.node.target in _UPDATING for it in joint.forward)
+    return any("recompute" in it.node.meta and is_training_norm(it) for it in joint.forward)
 
 
 def summed(joint: Joint) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ class _Forward:
 def again(step: Step) -> Step:
     """The step as it runs again: a batch norm without its running statistics."""
     target, args = step.node.target, step.node.args
-    if target is _NORM or not _is_training_norm(step):
+    if target is _NORM or not is_training_norm(step):
         return step
     operands, numbers = args[:_RUNNING], args[_TRAINING:]
     if target is _FUNCTIONAL_NORM:
@@ -165,7 +165,7 @@ def shortcut_of(joint: Joint, step: Step) -> Step | None:
     """
     if step.node.target is _DROPOUT:
         return _as_drawn(joint, step)
-    if not _is_training_norm(step):
+    if not is_training_norm(step):
         return None
     args = step.node.args
     result, *statistics = step.outputs[:3]
@@ -189,7 +189,8 @@ def _as_drawn(joint: Joint, step: Step) -> Step | None:
     return _instead(step, FROM_MASK, (x, mask, scale), (result,), several=False)
 
 
-def _is_training_norm(step: Step) -> bool:
+def is_training_norm(step: Step) -> bool:
+    """Whether it is a batch norm by the statistics of its batch."""
     target, args = step.node.target, step.node.args
     if target is _NORM:
         return bool(args[_RUNNING])
