@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import operator
 import random
 import warnings
 from collections import OrderedDict, deque
@@ -100,7 +101,10 @@ def _set_back(holder: Any, before: set[Any]) -> None:
 
 
 def _row_back(of: Any, holder: Any, before: list[Any]) -> None:
-    now, known = [*of.__iter__(holder)], {*map(id, before)}
+    now = [*of.__iter__(holder)]
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return
+    known = {*map(id, before)}
     if any(id(it) not in known and holds_fakes(it) for it in now):
         # Others may have gone for it, as where no more are kept than so many.
         of.clear(holder)

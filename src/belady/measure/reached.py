@@ -44,8 +44,9 @@ from belady.measure.changes import (
 _LIBRARIES = stdlib_module_names | {"torch", "torchvision", "numpy", "triton", "belady"}
 _SPACES = (SimpleNamespace, argparse.Namespace, threading.local)
 _READ = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-# Of more functions one is a library's whose name is not known here; of longer lists one is data.
-_MOST, _MOST_ITEMS = 1_000, 1_000
+# Of more functions one is a library's whose name is not known here. What holds more is data, and no
+# cache: of some what is inside is left alone, of others all.
+_MOST, _MOST_ITEMS, _MOST_HELD = 1_000, 1_000, 100_000
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ class Reached:
         return value
 
     def _look_through(self, holder: Any) -> None:
-        self.undo.append(holder_undo(holder))
+        if len(holder) <= _MOST_HELD:
+            self.undo.append(holder_undo(holder))
         if len(holder) <= _MOST_ITEMS:
             items = dict.values(holder) if isinstance(holder, dict) else holder
             for item in [*items]:
