@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from belady.ir.hardware import HardwareProfile
 from belady.ir.plan import Assignment, Budget, Plan
@@ -21,6 +22,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with repeatable():
         yield
+
+
+@pytest.fixture
+def captures() -> Iterator[None]:
+    """Nothing that was captured before is known, and nothing of this test is afterwards."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

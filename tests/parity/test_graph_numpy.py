@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,19 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import belady
-from tests.support.training import repeatable
 
 WIDTH = 16
 # As Dynamo looks at what is passed from one graph to the next.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.usefixtures("captures"),
+]
 Step = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    with repeatable():
-        yield
-    torch._dynamo.reset()
 
 
 def noisy(h: Tensor) -> Tensor:

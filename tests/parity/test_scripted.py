@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,9 +9,10 @@ from torch import Tensor, nn
 import belady
 from belady.forwards import is_patched
 from belady.sections.stages import is_sequential
-from tests.support.training import at_tight_budget, raw, repeatable
+from tests.support.training import at_tight_budget, raw
 
 pytestmark = [
+    pytest.mark.usefixtures("captures"),
     pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated"),
     # Of the size of a batch, which a batch norm looks at.
     pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),
@@ -21,14 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 ENGINES = ["eager", "graph", "auto"]
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> Iterator[None]:
-    torch._dynamo.reset()
-    with repeatable():
-        yield
-    torch._dynamo.reset()
 
 
 def made(how: str) -> nn.Module:

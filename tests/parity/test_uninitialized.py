@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,18 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 import belady
-from tests.support.training import raw, repeatable
+from tests.support.training import raw
 
 ROOM = 1 << 30
 ENGINES = ["eager", "graph"]
 
 
-@pytest.fixture(autouse=True)
-def kernels() -> Iterator[None]:
-    torch._dynamo.reset()
-    with repeatable():
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("captures")
 
 
 class Own(nn.Module):

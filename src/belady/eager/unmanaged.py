@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from belady.measure.uninitialized import why_uninitialized
+from belady.memory.apart import capturing
 
 
 def why_plain(module: torch.nn.Module) -> str:
@@ -13,7 +14,7 @@ def why_plain(module: torch.nn.Module) -> str:
     # The parameters of a call inside a transform may be stand-ins without storages.
     if torch._C._are_functorch_transforms_active():
         return f"calls of {name} inside a transform of torch.func (vmap, grad) run as plain PyTorch"
-    # A captured graph would copy to host memory that is somebody else's when it replays.
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    # What is captured would copy to host memory that is somebody else's when it is launched.
+    if capturing():
         return f"calls of {name} that a CUDA graph captures run as plain PyTorch"
     return why_uninitialized(module)

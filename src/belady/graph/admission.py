@@ -93,10 +93,9 @@ class Admission:
         if self._in_force or module in self._cutting:
             with aside():
                 self._settle(module, call)
-        if self._lacking and (alike := self._alike(module, call)) in self._lacking:
-            self._lacking.discard(alike)
+        if self._lacking and _alike(key := self._key(module, call)) in self._lacking:
+            self._lacking.discard(_alike(key))
             with aside():
-                key = self._key(module, call)
                 self._cutting.begin(key, module)
                 self._cutting.cut_for_workspaces(key, module, call, COPIES[1:2])
         for _ in range(_TRIES):
@@ -128,7 +127,8 @@ class Admission:
         """
         if self._under is None or self._closed:
             return 0
-        module, key, alike = self._under[0], self._key(*self._under), self._alike(*self._under)
+        module, key = self._under[0], self._key(*self._under)
+        alike = _alike(key)
         if not (self.began or alike in self._weighed):
             if len(self._weighed) >= _KINDS:
                 self._weighed.clear()
@@ -201,11 +201,6 @@ class Admission:
     def _key(self, module: nn.Module, call: Call) -> Key:
         return pass_key(id(module), module, call, self._device)
 
-    def _alike(self, module: nn.Module, call: Call) -> Alike:
-        """Of a call, without whether there are gradients: they stay where they are only zeroed."""
-        root, _, *rest = self._key(module, call)
-        return root, *rest
-
     def _put(
         self, module: nn.Module, sections: Sections, when: Callable[[], bool]
     ) -> Callable[[], None]:
@@ -219,3 +214,9 @@ class Admission:
             self._in_force.pop(module, None)
 
         return undo
+
+
+def _alike(key: Key) -> Alike:
+    """Without whether there are gradients: they stay where they are only zeroed."""
+    root, _, *rest = key
+    return root, *rest

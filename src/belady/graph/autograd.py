@@ -54,19 +54,20 @@ def when_asked_for_more(refuse: Callable[[], None]) -> None:
     By whatever the graph was given: torch refuses it where all is asked for, in words that do not
     say what to do, and by one input alone the gradient would be missing, and nobody would say so.
     """
-    node: Any = torch._C._current_autograd_node()
 
     def after(gradients: Sequence[torch.Tensor | None], _: object) -> Any:
         handle.remove()
         if not torch.is_grad_enabled():
             return None
+        node: Any = torch._C._current_autograd_node()
         given = [it for it in gradients if it is not None]
         leaves = [of.variable for of, _ in node.next_functions if hasattr(of, "variable")]
         others = node.metadata.get(_INPUTS, ())
         made = iter(_Refused.apply(refuse, len(given), *given, *leaves, *others))  # type: ignore[no-untyped-call]
         return tuple(None if it is None else next(made) for it in gradients)
 
-    handle = node.register_hook(after)
+    # A node that its own hook held would live for good where the backward is cut short.
+    handle = torch._C._current_autograd_node().register_hook(after)
 
 
 def when_back(result: Any, then: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,10 +83,16 @@ class Attempt:
     ) -> Attempt:
         """Under the plan in force, by what is known of its blocks."""
         assert kind.force is not None
-        heard, first = kind.prospect.heard, kind.prospect.holes
-        known = cls(kind.force, carrier, lasting, args, room_bytes)
-        return replace(
-            known, events=heard.events, first=first, packing=heard.packing, still=beside.still(kind)
+        return cls(
+            kind.force,
+            carrier,
+            lasting,
+            args,
+            room_bytes,
+            events=kind.prospect.heard.events,
+            first=kind.prospect.holes,
+            packing=kind.prospect.heard.packing,
+            still=beside.still(kind),
         )
 
     def captured(self) -> tuple[Launched | None, int, str]:
